@@ -77,6 +77,7 @@ class StateLayout:
         config: Any,
         *,
         page_size: int = 64,
+        chunk_size: int = 64,
         tp_rank: int = 0,
         tp_size: int = 1,
         conv_dtype: torch.dtype = torch.bfloat16,
@@ -85,22 +86,21 @@ class StateLayout:
     ) -> StateLayout:
         """The layout of a model, from a configuration object's attributes.
 
-        Read: `kda_layer_ids`, `mla_layer_ids` (0-based), `kda_num_heads`, `kda_head_dim_k`,
-        `kda_head_dim_v`, `conv_kernel_size`, `kda_chunk_size`, `kv_lora_rank` and
-        `qk_rope_head_dim` (their sum is the width of an MLA cache row).
+        Read: `kda_layers`, `mla_layers` (0-based), `linear_num_heads`, `linear_head_dim`,
+        `linear_v_head_dim`, `linear_conv_size` and `mla_cache_dim`.
         """
         return cls(
-            kda_layer_ids=tuple(config.kda_layer_ids),
-            mla_layer_ids=tuple(config.mla_layer_ids),
-            num_heads=config.kda_num_heads,
-            head_dim_k=config.kda_head_dim_k,
-            head_dim_v=config.kda_head_dim_v,
-            conv_width=config.conv_kernel_size,
+            kda_layer_ids=tuple(config.kda_layers),
+            mla_layer_ids=tuple(config.mla_layers),
+            num_heads=config.linear_num_heads,
+            head_dim_k=config.linear_head_dim,
+            head_dim_v=config.linear_v_head_dim,
+            conv_width=config.linear_conv_size,
             conv_dtype=conv_dtype,
-            mla_width=config.kv_lora_rank + config.qk_rope_head_dim,
+            mla_width=config.mla_cache_dim,
             mla_dtype=mla_dtype,
             page_size=page_size,
-            chunk_size=config.kda_chunk_size,
+            chunk_size=chunk_size,
             tp_rank=tp_rank,
             tp_size=tp_size,
             model_id=model_id,
