@@ -1,0 +1,32 @@
+"""Backends, by name. Each module offers `supports(config, topology) -> Support` and
+`build(config, group, mode) -> Communicator`, and may offer `probe(config, topology) -> Support`
+for libraries that can abort the process; that one runs in a child process."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import NamedTuple
+
+# In order of preference. "reference" serves tests: it is asked for by name alone.
+AUTO_ORDER: tuple[str, ...] = ("c10d",)
+MODULES: dict[str, str] = {
+    "c10d": "moe_comm.backends.c10d",
+    "reference": "moe_comm.backends.reference",
+}
+
+
+class Support(NamedTuple):
+    """A backend's answer. `ok`: it can serve this config here. `reason`: why not, or a remark.
+    `modes`: its modes, the default first. `capabilities`: of "capture", "overlap", "masking",
+    "payloads", "autograd"."""
+
+    ok: bool
+    reason: str = ""
+    modes: tuple[str, ...] = ()
+    capabilities: tuple[str, ...] = ()
+
+
+def load(name: str) -> ModuleType:
+    """Import a backend's module. Raises whatever its import raises."""
+    return importlib.import_module(MODULES[name])

@@ -1,0 +1,188 @@
+"""create_communicator: one backend that every rank can build, chosen in agreed steps.
+
+Ranks agree (an exchange each) on 1. the configuration, 2. each candidate's import and verdict,
+3. a probe in a child process where the backend has one, 4. construction under a watchdog. Where a
+step fails on any rank, all ranks take the next candidate, and the reasons are logged once.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_comm import backends, env
+from moe_comm.backends import Support
+from moe_comm.communicator import Communicator
+from moe_comm.config import EPConfig
+from moe_comm.errors import BackendUnavailableError, ConfigMismatchError
+from moe_comm.group import Group
+from moe_comm.topology import Topology
+
+logger = logging.getLogger("moe_comm")
+
+
+def create_communicator(
+    config: EPConfig,
+    group: Group | dist.ProcessGroup | None = None,
+    backend: str = "auto",
+) -> Communicator:
+    """Build a communicator that every rank of the group can use. Collective.
+
+    Args:
+        config: equal on all ranks.
+        group: a torch.distributed process group, or moe_comm.Group; default the world.
+        backend: "auto", a backend's name, or "name:mode" ("c10d:dense"). "auto" heeds
+            MOE_COMM_BACKEND. A backend asked for by name is the only one tried.
+
+    Raises:
+        ConfigMismatchError: ranks were given different configurations.
+        BackendUnavailableError: no candidate can serve all ranks; lists every reason.
+        ValueError: an unknown backend name.
+    """
+    ranks = group if isinstance(group, Group) else Group(group)
+    _agree_on_config(config, ranks)
+    asked = backend
+    if asked == "auto":
+        asked = env.BACKEND.get() or "auto"
+    name, _, mode = asked.partition(":")
+    if name != "auto" and name not in backends.MODULES:
+        known = ", ".join(["auto", *backends.MODULES])
+        raise ValueError(f"backend: expected one of {known}, got {asked!r}")
+    candidates = backends.AUTO_ORDER if name == "auto" else (name,)
+    topology = Topology.detect(ranks)
+    reasons: list[str] = []
+    for candidate in candidates:
+        built, reason = _try_backend(candidate, mode, config, ranks, topology)
+        if built is not None:
+            built._metrics.fallbacks = len(reasons)
+            if ranks.rank == 0:
+                passed = f" ({'; '.join(reasons)})" if reasons else ""
+                logger.info("backend %s, mode %s%s", built.backend, built.mode, passed)
+            return built
+        reasons.append(f"{candidate}: {reason}")
+    raise BackendUnavailableError(
+        f"backend {asked!r}: none can serve all {ranks.num_ranks} ranks. " + "; ".join(reasons)
+    )
+
+
+def supports(name: str, config: EPConfig, topology: Topology) -> Support:
+    """One backend's own verdict, import failures included. Not collective."""
+    try:
+        module = backends.load(name)
+        verdict: Support = module.supports(config, topology)
+    except Exception as error:  # noqa: BLE001 - a broken optional library must become a reason
+        return Support(False, f"{type(error).__name__}: {error}")
+    return verdict
+
+
+def _agree_on_config(config: EPConfig, group: Group) -> None:
+    described = group.all_gather(config.describe())
+    for rank, other in enumerate(described):
+        for field, value in described[0].items():
+            if other[field] != value:
+                raise ConfigMismatchError(
+                    f"config.{field}: rank 0 has {value!r}, rank {rank} has {other[field]!r}; all "
+                    "ranks must be given the same EPConfig"
+                )
+
+
+def _try_backend(
+    name: str, mode: str, config: EPConfig, group: Group, topology: Topology
+) -> tuple[Communicator | None, str]:
+    verdict = supports(name, config, topology)
+    if verdict.ok and mode and mode not in verdict.modes:
+        verdict = Support(
+            False, f"no mode {mode!r}; it has {', '.join(verdict.modes) or 'no modes'}"
+        )
+    reason = _first_failure(group.all_gather((verdict.ok, verdict.reason)))
+    if reason:
+        return None, reason
+    module = backends.load(name)
+    if hasattr(module, "probe"):
+        probed = _in_child(module.probe, config, topology, timeout_s=config.wait_s)
+        reason = _first_failure(group.all_gather((probed.ok, probed.reason)))
+        if reason:
+            return None, reason
+    built, failure = _under_watchdog(
+        lambda: module.build(config, group, mode or None), group, timeout_s=2 * config.wait_s
+    )
+    reason = _first_failure(group.all_gather((not failure, failure)))
+    if reason:
+        if built is not None:
+            built.destroy()
+        return None, reason
+    return built, ""
+
+
+def _first_failure(verdicts: list[tuple[bool, str]]) -> str:
+    for rank, (ok, reason) in enumerate(verdicts):
+        if not ok:
+            return f"{reason} (rank {rank})" if len(verdicts) > 1 else reason
+    return ""
+
+
+def _probe_target(
+    queue: Any,
+    probe: Callable[[EPConfig, Topology], Support],
+    config: EPConfig,
+    topology: Topology,
+) -> None:
+    try:
+        queue.put(tuple(probe(config, topology)))
+    except Exception as error:  # noqa: BLE001 - whatever it raises is the answer
+        queue.put((False, f"{type(error).__name__}: {error}", (), ()))
+
+
+def _in_child(
+    probe: Callable[[EPConfig, Topology], Support],
+    config: EPConfig,
+    topology: Topology,
+    *,
+    timeout_s: float,
+) -> Support:
+    """Run a probe where an abort of its library cannot hurt this process."""
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    child = context.Process(target=_probe_target, args=(queue, probe, config, topology))
+    child.daemon = True
+    child.start()
+    child.join(timeout_s)
+    if child.is_alive():
+        child.kill()
+        child.join()
+        return Support(False, f"its probe did not end within {timeout_s:g} s")
+    if queue.empty():
+        return Support(False, f"its probe ended the process (exit code {child.exitcode})")
+    return Support(*queue.get())
+
+
+def _under_watchdog(
+    build: Callable[[], Communicator], group: Group, *, timeout_s: float
+) -> tuple[Communicator | None, str]:
+    """Build in a thread that is given up after timeout_s: a constructor that waits for a rank
+    whose own constructor failed must not hang this one."""
+    result: list[Communicator] = []
+    failure: list[str] = []
+
+    def work() -> None:
+        try:
+            if group.device.type == "cuda":
+                # The current device is a thread's own.
+                torch.cuda.set_device(group.device)
+            result.append(build())
+        except Exception as error:
+            logger.debug("construction failed", exc_info=True)
+            failure.append(f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=work, name="moe_comm-build", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        return None, f"construction did not end within {timeout_s:g} s"
+    return (result[0] if result else None), (failure[0] if failure else "")
