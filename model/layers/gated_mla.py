@@ -1,0 +1,151 @@
+"""Gated multi-head latent attention without position encoding, over a paged latent cache.
+
+q = q_b(rms(q_a(x))), a head [nope | rope]; [c | k_pe] = kv_a(x), c normed; a cache row is
+[rms(c) | k_pe], the "rope" part shared by all heads and never rotated; [k_nope | v] = kv_b(c).
+out = o_proj(softmax(q k / sqrt(nope + rope)) v * sigmoid(g(x))). The two inner norms use eps 1e-6.
+
+Prefill expands cached latents to keys and values. Decode absorbs kv_b: q_nope goes through the key
+half, attention runs on the cached rows themselves, and its result goes through the value half.
+
+Shapes: N packed tokens, D hidden, H local heads, L latent, P tokens a page, X context rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+
+from moe_comm.model.layers.linear import Numerics, linear
+from moe_comm.model.layers.norm import rms_norm
+from moe_comm.model.layers.sequence_plan import SequencePlan
+from moe_comm.model.parallel import Parallel, row_parallel
+
+INNER_EPS = 1e-6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatedMla:
+    """Weights, this rank's heads: q_a [Q, D] and q_a_norm [Q] (whole), q_b [H (nope + rope), Q],
+    kv_a [L + rope, D] and kv_a_norm [L] (whole), kv_b [H, nope + v, L], g [H v, D], o [D, H v]."""
+
+    q_a: torch.Tensor
+    q_a_norm: torch.Tensor
+    q_b: torch.Tensor
+    kv_a: torch.Tensor
+    kv_a_norm: torch.Tensor
+    kv_b: torch.Tensor
+    g: torch.Tensor
+    o: torch.Tensor
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    numerics: Numerics
+
+    @property
+    def scale(self) -> float:
+        """Softmax scale: (nope + rope)^-0.5."""
+        return float((self.nope_dim + self.rope_dim) ** -0.5)
+
+    def forward(
+        self, x: torch.Tensor, plan: SequencePlan, cache: torch.Tensor, parallel: Parallel
+    ) -> torch.Tensor:
+        """x [N, D] to [N, D]. `cache` [num_pages, P, L + rope] gets the tokens' rows, then is read
+        at each sequence's block table up to its last token."""
+        num, mix = x.shape[0], self.numerics
+        latent = self.kv_a_norm.shape[0]
+        q = linear(rms_norm(linear(x, self.q_a, mix), self.q_a_norm, INNER_EPS), self.q_b, mix)
+        q = q.view(num, self.kv_b.shape[0], self.nope_dim + self.rope_dim)
+        kv = linear(x, self.kv_a, mix)
+        row = torch.cat(
+            [rms_norm(kv[:, :latent].contiguous(), self.kv_a_norm, INNER_EPS), kv[:, latent:]],
+            dim=-1,
+        )
+        cache.view(-1, cache.shape[-1])[plan.cache_rows] = row.to(cache.dtype)
+        if mix.batch_invariant:
+            mixed = self._one_by_one(q, plan, cache)
+        elif plan.all_single:
+            mixed = self._decode(q, plan, cache)
+        else:
+            mixed = self._prefill(q, plan, cache)
+        gate = torch.sigmoid(linear(x, self.g, mix).float())
+        gated = (mixed.reshape(num, -1).float() * gate).to(x.dtype)
+        return row_parallel(gated, self.o, mix, parallel)
+
+    def absorb(self, q: torch.Tensor) -> torch.Tensor:
+        """Queries [T, H, nope + rope] to queries of cache rows, [T, H, L + rope]."""
+        key_half = self.kv_b[:, : self.nope_dim].to(q.dtype)
+        absorbed = torch.einsum("thn,hnl->thl", q[..., : self.nope_dim], key_half)
+        return torch.cat([absorbed, q[..., self.nope_dim :]], dim=-1)
+
+    def unabsorb(self, mixed: torch.Tensor) -> torch.Tensor:
+        """Mixed latents [T, H, L] to head outputs [T, H, v]."""
+        value_half = self.kv_b[:, self.nope_dim :].to(mixed.dtype)
+        return torch.einsum("thl,hvl->thv", mixed, value_half)
+
+    def _context(self, plan: SequencePlan, cache: torch.Tensor, seq: int) -> torch.Tensor:
+        """A sequence's cache rows, up to and with its newest token: [X, L + rope]."""
+        length = plan.batch.starts[seq] + plan.batch.lengths[seq]
+        pages = -(-length // cache.shape[1])
+        table = plan.batch.block_tables[seq, :pages].long()
+        return cache[table].reshape(-1, cache.shape[-1])[:length]
+
+    def _one_by_one(self, q: torch.Tensor, plan: SequencePlan, cache: torch.Tensor) -> torch.Tensor:
+        """Absorbed attention of one token at a time over exactly its own context, in float64: its
+        shapes, so its bits, depend on its position alone."""
+        latent = self.kv_a_norm.shape[0]
+        out = q.new_empty(q.shape[0], self.kv_b.shape[0], self.v_dim)
+        for seq, (begin, start) in enumerate(
+            zip(plan.offsets[:-1], plan.batch.starts, strict=True)
+        ):
+            context = self._context(plan, cache, seq).double()
+            for i in range(plan.batch.lengths[seq]):
+                rows = context[: start + i + 1]
+                one = self.absorb(q[begin + i : begin + i + 1].double())[0]
+                p = torch.softmax(one @ rows.t() * self.scale, dim=-1)
+                mixed = (p @ rows[:, :latent]).unsqueeze(0)
+                out[begin + i] = self.unabsorb(mixed)[0].to(q.dtype)
+        return out
+
+    def _prefill(self, q: torch.Tensor, plan: SequencePlan, cache: torch.Tensor) -> torch.Tensor:
+        """Each sequence's new tokens over its whole context with expanded keys and values."""
+        parts = []
+        for seq, begin in enumerate(plan.offsets[:-1]):
+            queries = q[begin : begin + plan.batch.lengths[seq]]
+            context = self._context(plan, cache, seq).to(q.dtype)
+            parts.append(self._expanded(queries, context))
+        return torch.cat(parts)
+
+    def _expanded(self, q: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        """q [T, H, nope + rope], the last T of the context's X tokens; causal. [T, H, v]."""
+        num, heads = q.shape[:2]
+        latent, width = self.kv_a_norm.shape[0], context.shape[0]
+        kv = F.linear(context[:, :latent], self.kv_b.flatten(0, 1).to(q.dtype))
+        kv = kv.view(width, heads, self.nope_dim + self.v_dim)
+        shared = context[:, None, latent:].expand(width, heads, self.rope_dim)
+        key = torch.cat([kv[..., : self.nope_dim], shared], dim=-1)
+        value = kv[..., self.nope_dim :]
+        q4, k4, v4 = (x.transpose(0, 1).unsqueeze(0) for x in (q, key, value))
+        if num == width:
+            mixed = F.scaled_dot_product_attention(q4, k4, v4, is_causal=True, scale=self.scale)
+        elif num == 1:
+            mixed = F.scaled_dot_product_attention(q4, k4, v4, scale=self.scale)
+        else:
+            position = torch.arange(width, device=q.device)
+            mask = position <= position[width - num :, None]
+            mixed = F.scaled_dot_product_attention(q4, k4, v4, attn_mask=mask, scale=self.scale)
+        return mixed[0].transpose(0, 1)
+
+    def _decode(self, q: torch.Tensor, plan: SequencePlan, cache: torch.Tensor) -> torch.Tensor:
+        """One token a sequence, absorbed, over padded contexts read through the block tables.
+        Rows past a sequence's end are masked, and zeroed first: stale bytes may be NaN."""
+        latent = self.kv_a_norm.shape[0]
+        rows = cache[plan.batch.block_tables.long()].flatten(1, 2)
+        position = torch.arange(rows.shape[1], device=q.device)
+        valid = position < plan.batch.start_positions[:, None] + 1
+        rows = rows.masked_fill(~valid.unsqueeze(-1), 0).to(q.dtype)
+        scores = torch.einsum("shl,sxl->shx", self.absorb(q).float(), rows.float()) * self.scale
+        p = torch.softmax(scores.masked_fill(~valid.unsqueeze(1), float("-inf")), dim=-1)
+        mixed = torch.einsum("shx,sxl->shl", p, rows[..., :latent].float())
+        return self.unabsorb(mixed).to(q.dtype)

@@ -1,0 +1,39 @@
+"""Causal depthwise convolution over packed sequences, with the last W - 1 inputs as state.
+
+y_t = silu(sum_j w[:, j] * x_{t - (W - 1) + j}); inputs before the sequence's first new token come
+from the state, oldest first.
+
+Shapes: N packed tokens, S sequences, C channels, W taps.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from moe_comm.model.layers.sequence_plan import SequencePlan
+
+
+def short_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    state: torch.Tensor,
+    plan: SequencePlan,
+) -> torch.Tensor:
+    """Convolve x [N, C] with weight [C, W]; returns [N, C] in x's dtype.
+
+    `state` [num_slots, C, W - 1] is read and updated in place at the batch's slots. Any length
+    is fine, also one shorter than W - 1. Sums are in fp32, taps in order.
+    """
+    width = weight.shape[1]
+    slots = plan.batch.slots
+    remembered, new, kept = plan.window_rows(width)
+    rows = x.new_empty(x.shape[0] + remembered.numel(), x.shape[1])
+    rows[remembered] = state[slots].transpose(1, 2).to(x.dtype)
+    rows[new] = x
+    taps = weight.float().t().contiguous()
+    mixed = rows[new - (width - 1)].float() * taps[0]
+    for j in range(1, width):
+        mixed = mixed + rows[new - (width - 1) + j].float() * taps[j]
+    state[slots] = rows[kept].transpose(1, 2).to(state.dtype)
+    return F.silu(mixed).to(x.dtype)
