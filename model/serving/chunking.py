@@ -45,16 +45,20 @@ def snapshot_stops(
     grid: int,
     interval: int,
     branch: int | None = None,
+    tail: bool = True,
 ) -> tuple[int, ...]:
     """Positions in (start, prompt_length] where prefill should leave a snapshot, ascending.
 
     Every multiple of `interval` (itself a multiple of `grid`; 0: none), the last multiple of
     `grid` before the prompt's end, so that the same prompt again finds nearly all of itself, the
-    last multiple up to `branch` (how far another prompt's pages matched), and the prompt's end.
+    last multiple up to `branch` (how far another prompt's pages matched), and, with `tail`, the
+    prompt's end itself, on the grid or not.
     """
     if interval % grid:
         raise ValueError(f"interval: expected a multiple of {grid}, got {interval}")
-    stops = {prompt_length, (prompt_length - 1) // grid * grid}
+    stops = {(prompt_length - 1) // grid * grid}
+    if tail:
+        stops.add(prompt_length)
     if interval:
         stops.update(range(interval, prompt_length, interval))
     if branch is not None:

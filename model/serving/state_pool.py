@@ -156,6 +156,20 @@ class StatePool:
         slot.generation += 1
         return Handle(pool=self.pool_id, slot=handle.slot, generation=slot.generation)
 
+    def activate(self, snapshot: Handle) -> Handle:
+        """Turn a snapshot into an ACTIVE slot without a copy; `snapshot` is dead afterwards.
+
+        Raises StateError where somebody else holds a reference to it.
+        """
+        slot = self._expect(snapshot, SlotState.SNAPSHOT, "activate")
+        if slot.references != 1:
+            raise StateError(
+                f"activate: slot {snapshot.slot} has {slot.references} references; restore copies"
+            )
+        slot.state, slot.references = SlotState.ACTIVE, 0
+        slot.generation += 1
+        return Handle(pool=self.pool_id, slot=snapshot.slot, generation=slot.generation)
+
     def restore(self, snapshot: Handle, into: Handle | None = None) -> Handle | None:
         """A deep copy of a snapshot in an ACTIVE slot, position included.
 
