@@ -103,7 +103,10 @@ class SafetensorsFile:
                 buffers[0] = buffers[0][done:]
 
     def drop_cache(self, start: int = 0, nbytes: int = 0) -> None:
-        """Ask the kernel to forget clean cached pages of a range (all of the file by default)."""
+        """Ask the kernel to forget cached pages of a range (all of the file by default, written
+        back first: only clean pages can be forgotten)."""
+        if nbytes == 0:
+            os.fsync(self._fd)
         os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
