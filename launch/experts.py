@@ -14,13 +14,13 @@ from moe_comm.handle import Dispatched
 
 
 def expert_factors(num_experts: int, device: torch.device | str = "cpu") -> Tensor:
-    """[E] fp32: +-2^(e mod 8 - 4) * (1 + frac(e * golden ratio)), negative for odd e.
+    """[E] fp32: +-2^(e // 128 mod 8 - 4) * (1 + (79 e mod 128) / 128), negative for odd e.
 
-    Multiples of the golden ratio spread evenly, so of the experts that share a power of two no two
-    have factors that bf16 rows of a usual width could not tell apart.
+    Up to 1024 experts have factors that differ by a unit of bf16 or more; 79 is odd, so it visits
+    all 128 fractions, and near ids have far factors.
     """
-    e = torch.arange(num_experts, dtype=torch.float64)
-    size = (1 + torch.frac(e * 0.6180339887498949)) * torch.exp2(e % 8 - 4)
+    e = torch.arange(num_experts, dtype=torch.int64)
+    size = torch.exp2((e // 128 % 8 - 4).double()) * (1 + (79 * e % 128) / 128)
     return torch.where(e % 2 == 1, -size, size).to(torch.float32).to(device)
 
 
