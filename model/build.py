@@ -7,7 +7,7 @@ Embedding, router, latent projections, shared experts and norms are whole on eve
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -35,10 +35,9 @@ ExpertsOfLayer = Callable[[int], Experts]
 class TensorSource(Protocol):
     """Where dense tensors come from: a checkpoint, or a dictionary in tests."""
 
-    def read(
-        self, name: str, *, shape: Sequence[int] | None = None, dtypes: Iterable[str] | None = None
-    ) -> torch.Tensor:
-        """One whole tensor on the CPU; an error that names it where shape or dtype differ."""
+    def read(self, spec: TensorSpec) -> torch.Tensor:
+        """One whole tensor on the CPU; an error that names it where shape or dtype differ. Entries
+        past what the model has (A_log's padding) may be there or not."""
         ...
 
 
@@ -127,7 +126,7 @@ class Builder:
         columns: tuple[int, int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        whole = self.source.read(spec.name, shape=spec.shape, dtypes=spec.accepted)
+        whole = self.source.read(spec)
         if rows is not None:
             whole = whole[rows[0] : rows[1]]
         if columns is not None:

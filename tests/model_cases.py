@@ -20,9 +20,9 @@ class DictSource:
     def __init__(self, tensors):
         self.tensors = tensors
 
-    def read(self, name, *, shape=None, dtypes=None):
-        tensor = self.tensors[name]
-        assert shape is None or tuple(tensor.shape) == tuple(shape), name
+    def read(self, spec):
+        tensor = self.tensors[spec.name]
+        assert tuple(tensor.shape) == spec.shape, spec.name
         return tensor
 
 

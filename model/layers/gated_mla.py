@@ -65,10 +65,8 @@ class GatedMla:
         cache.view(-1, cache.shape[-1])[plan.cache_rows] = row.to(cache.dtype)
         if mix.batch_invariant:
             mixed = self._one_by_one(q, plan, cache)
-        elif plan.all_single:
-            mixed = self._decode(q, plan, cache)
         else:
-            mixed = self._prefill(q, plan, cache)
+            mixed = self._attend(q, plan, cache)
         gate = torch.sigmoid(linear(x, self.g, mix).float())
         gated = (mixed.reshape(num, -1).float() * gate).to(x.dtype)
         return row_parallel(gated, self.o, mix, parallel)
@@ -108,14 +106,24 @@ class GatedMla:
                 out[begin + i] = self.unabsorb(mixed)[0].to(q.dtype)
         return out
 
-    def _prefill(self, q: torch.Tensor, plan: SequencePlan, cache: torch.Tensor) -> torch.Tensor:
-        """Each sequence's new tokens over its whole context with expanded keys and values."""
-        parts = []
+    def _attend(self, q: torch.Tensor, plan: SequencePlan, cache: torch.Tensor) -> torch.Tensor:
+        """Sequences of one token together and absorbed, the others one by one and expanded."""
+        tables, starts = plan.batch.block_tables, plan.batch.start_positions
+        if plan.all_single:
+            return self._decode(q, tables, starts + 1, cache)
+        out = q.new_empty(q.shape[0], q.shape[1], self.v_dim)
+        singles = [s for s, length in enumerate(plan.batch.lengths) if length == 1]
+        if singles:
+            seqs = torch.tensor(singles, device=q.device)
+            rows = plan.last_tokens[seqs]
+            out[rows] = self._decode(q[rows], tables[seqs], starts[seqs] + 1, cache)
         for seq, begin in enumerate(plan.offsets[:-1]):
-            queries = q[begin : begin + plan.batch.lengths[seq]]
-            context = self._context(plan, cache, seq).to(q.dtype)
-            parts.append(self._expanded(queries, context))
-        return torch.cat(parts)
+            length = plan.batch.lengths[seq]
+            if length > 1:
+                context = self._context(plan, cache, seq).to(q.dtype)
+                part = slice(begin, begin + length)
+                out[part] = self._expanded(q[part], context)
+        return out
 
     def _expanded(self, q: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         """q [T, H, nope + rope], the last T of the context's X tokens; causal. [T, H, v]."""
@@ -129,23 +137,40 @@ class GatedMla:
         q4, k4, v4 = (x.transpose(0, 1).unsqueeze(0) for x in (q, key, value))
         if num == width:
             mixed = F.scaled_dot_product_attention(q4, k4, v4, is_causal=True, scale=self.scale)
-        elif num == 1:
-            mixed = F.scaled_dot_product_attention(q4, k4, v4, scale=self.scale)
         else:
             position = torch.arange(width, device=q.device)
             mask = position <= position[width - num :, None]
             mixed = F.scaled_dot_product_attention(q4, k4, v4, attn_mask=mask, scale=self.scale)
         return mixed[0].transpose(0, 1)
 
-    def _decode(self, q: torch.Tensor, plan: SequencePlan, cache: torch.Tensor) -> torch.Tensor:
-        """One token a sequence, absorbed, over padded contexts read through the block tables.
-        Rows past a sequence's end are masked, and zeroed first: stale bytes may be NaN."""
+    def _decode(
+        self, q: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, cache: torch.Tensor
+    ) -> torch.Tensor:
+        """One token a sequence, absorbed: q [S, H, nope + rope], block tables [S, pages], context
+        lengths [S] with the new token. [S, H, v]."""
         latent = self.kv_a_norm.shape[0]
-        rows = cache[plan.batch.block_tables.long()].flatten(1, 2)
-        position = torch.arange(rows.shape[1], device=q.device)
-        valid = position < plan.batch.start_positions[:, None] + 1
-        rows = rows.masked_fill(~valid.unsqueeze(-1), 0).to(q.dtype)
-        scores = torch.einsum("shl,sxl->shx", self.absorb(q).float(), rows.float()) * self.scale
-        p = torch.softmax(scores.masked_fill(~valid.unsqueeze(1), float("-inf")), dim=-1)
-        mixed = torch.einsum("shx,sxl->shl", p, rows[..., :latent].float())
-        return self.unabsorb(mixed).to(q.dtype)
+        absorbed = self.absorb(q)
+        decode = paged_decode_torch
+        if q.is_cuda:
+            from moe_comm.kernels.mla_decode import mla_decode as decode
+        mixed = decode(absorbed, cache, tables, lengths, latent=latent, scale=self.scale)
+        return self.unabsorb(mixed)
+
+
+def paged_decode_torch(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    latent: int,
+    scale: float,
+) -> torch.Tensor:
+    """`kernels.mla_decode` in torch, over padded contexts, fp32 throughout. Rows past a sequence's
+    end are zeroed as well as masked: stale bytes may be NaN, and NaN times zero is NaN."""
+    rows = cache[tables.long()].flatten(1, 2).float()
+    there = torch.arange(rows.shape[1], device=q.device) < lengths[:, None]
+    rows = rows.masked_fill(~there.unsqueeze(-1), 0)
+    scores = torch.einsum("shl,sxl->shx", q.float(), rows) * scale
+    p = torch.softmax(scores.masked_fill(~there.unsqueeze(1), float("-inf")), dim=-1)
+    return torch.einsum("shx,sxl->shl", p, rows[..., :latent]).to(q.dtype)
