@@ -8,8 +8,8 @@
                                   <-         accepted | refuse {reason}
 
 With several senders (tensor-parallel ranks that each bring some heads) every one of them waits
-until all parts are there. Nothing is visible before "accepted". A request that was accepted once is accepted again without a
-second copy, so a sender that missed the answer may simply ask again.
+until all parts are there. Nothing is visible before "accepted". A request that was accepted once is
+accepted again without a second copy, so a sender that missed the answer may simply ask again.
 """
 
 from __future__ import annotations

@@ -5,10 +5,13 @@ One `Inbox` a pool; one `Receiver` a sender (its control channel and its transpo
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from moe_comm.model.serving.channels import Channel, ChannelClosedError, ChannelTimeoutError
 from moe_comm.model.serving.migration_header import Header, MigrationError, check_header
@@ -17,6 +20,8 @@ from moe_comm.model.serving.slots import Handle
 from moe_comm.model.serving.staged_import import Imported, ImportState, StagedImport
 from moe_comm.model.serving.state_pool import StatePool
 from moe_comm.model.serving.transports import TransferError, Transport
+
+logger = logging.getLogger("moe_comm")
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +41,7 @@ class _Transfer:
     head: Header
     inbound: _Inbound
     deadline: float
+    exposed: list[torch.Tensor] = field(default_factory=list)
 
     def answer(self, kind: str, **fields: Any) -> None:
         self.receiver.answer(self.number, kind, **fields)
@@ -76,8 +82,10 @@ class Inbox:
     def accepted(self, request: str) -> bool:
         return request in self._accepted
 
-    def open(self, raw: dict[str, Any], *, direct: bool) -> tuple[_Inbound, Header]:
+    def open(self, raw: Any, *, direct: bool) -> tuple[_Inbound, Header]:
         """Check an offer and reserve what it needs; MigrationError says why not."""
+        if not isinstance(raw, dict):
+            raise MigrationError(f"header: expected an object, got {type(raw).__name__}")
         request = str(raw.get("request"))
         head = check_header(raw, self.pool.layout, tokens=self._tokens_of(request))
         inbound = self._inbound.get(request)
@@ -172,7 +180,10 @@ class Receiver:
 
     def answer(self, transfer: int, kind: str, **fields: Any) -> None:
         """Send a verdict. A sender that is gone learns nothing; its next poll cleans up."""
-        self.channel.send({"type": kind, "transfer": transfer, **fields})
+        try:
+            self.channel.send({"type": kind, "transfer": transfer, **fields})
+        except ChannelClosedError as error:
+            logger.warning("transfer %d: %s was not delivered: %s", transfer, kind, error)
 
     # -- messages --------------------------------------------------------------------------------
     def _offer(self, number: int, raw: Any) -> None:
@@ -181,12 +192,10 @@ class Receiver:
             # A sender does one thing at a time: what it offers again it no longer writes.
             if older.head.request == request:
                 self._end(older, "offered again", settled=True)
+        if isinstance(request, str) and self.inbox.accepted(request):
+            self.answer(number, "accepted")
+            return
         try:
-            if not isinstance(raw, dict):
-                raise MigrationError(f"header: expected an object, got {type(raw).__name__}")
-            if self.inbox.accepted(str(request)):
-                self.answer(number, "accepted")
-                return
             inbound, head = self.inbox.open(raw, direct=self._direct)
         except MigrationError as error:
             self.answer(number, "refuse", reason=str(error))
@@ -196,7 +205,8 @@ class Receiver:
         self._transfers[number] = transfer
         inbound.writers.append(transfer)
         if not self._direct:
-            self.transport.expose(list(inbound.staged.landing(head.part).values()))
+            transfer.exposed = list(inbound.staged.landing(head.part).values())
+            self.transport.expose(transfer.exposed)
         regions = [[r.address, r.nbytes] for r in inbound.staged.regions(head.part)]
         self.answer(number, "grant", regions=regions, target=self.transport.describe())
         if not self.transport.direct:
@@ -245,6 +255,4 @@ class Receiver:
 
     def _close(self, transfer: _Transfer) -> None:
         self._transfers.pop(transfer.number, None)
-        if not self._direct and transfer.inbound.staged.state is ImportState.OPEN:
-            landing = transfer.inbound.staged.landing(transfer.head.part)
-            self.transport.withdraw(list(landing.values()))
+        self.transport.withdraw(transfer.exposed)
