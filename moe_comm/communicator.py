@@ -78,6 +78,14 @@ class Communicator(abc.ABC):
     def _finish_combine(self, call: CombineCall, state: Any) -> Tensor:
         """Enqueue the receive half and the final sum: [num_rows, H]."""
 
+    def _dispatch_at_once(self, call: DispatchCall) -> Dispatched:
+        """Both halves, for backends that can do better than one after the other."""
+        return self._finish_dispatch(call, self._start_dispatch(call))
+
+    def _combine_at_once(self, call: CombineCall) -> Tensor:
+        """Both halves, likewise."""
+        return self._finish_combine(call, self._start_combine(call))
+
     @abc.abstractmethod
     def _read_status(self) -> Status:
         """Read the status word and clear the bits that are not sticky. Synchronizes."""
@@ -173,16 +181,22 @@ class Communicator(abc.ABC):
         self._next_call += 1
         self._metrics.dispatches += 1
         self._emit("dispatch", call.call, call.bucket)
-        with nvtx_range("moe_comm.dispatch.send", enabled=self.device.type == "cuda"):
+        on_cuda = self.device.type == "cuda"
+        if not async_op:
+            with nvtx_range("moe_comm.dispatch", enabled=on_cuda):
+                arrived = self._guard(lambda: self._dispatch_at_once(call))
+            arrived.handle._owner = self
+            return arrived
+        with nvtx_range("moe_comm.dispatch.send", enabled=on_cuda):
             state = self._guard(lambda: self._start_dispatch(call))
 
         def finish() -> Dispatched:
-            with nvtx_range("moe_comm.dispatch.receive", enabled=self.device.type == "cuda"):
+            with nvtx_range("moe_comm.dispatch.receive", enabled=on_cuda):
                 result = self._guard(lambda: self._finish_dispatch(call, state))
             result.handle._owner = self
             return result
 
-        return Pending(finish) if async_op else finish()
+        return Pending(finish)
 
     @overload
     def combine(
@@ -263,16 +277,22 @@ class Communicator(abc.ABC):
         self._metrics.combines += 1
         self._emit("combine", handle.call, handle.bucket)
         handle.combined = True
-        with nvtx_range("moe_comm.combine.send", enabled=self.device.type == "cuda"):
+        on_cuda = self.device.type == "cuda"
+        if not async_op:
+            with nvtx_range("moe_comm.combine", enabled=on_cuda):
+                combined: Tensor = self._guard(lambda: self._combine_at_once(call))
+            self._busy_slots.discard(handle.slot)
+            return combined
+        with nvtx_range("moe_comm.combine.send", enabled=on_cuda):
             state = self._guard(lambda: self._start_combine(call))
 
         def finish() -> Tensor:
-            with nvtx_range("moe_comm.combine.receive", enabled=self.device.type == "cuda"):
+            with nvtx_range("moe_comm.combine.receive", enabled=on_cuda):
                 result: Tensor = self._guard(lambda: self._finish_combine(call, state))
             self._busy_slots.discard(handle.slot)
             return result
 
-        return Pending(finish) if async_op else finish()
+        return Pending(finish)
 
     def forward(
         self,

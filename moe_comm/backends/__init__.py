@@ -9,8 +9,9 @@ from types import ModuleType
 from typing import NamedTuple
 
 # In order of preference. "reference" serves tests: it is asked for by name alone.
-AUTO_ORDER: tuple[str, ...] = ("c10d",)
+AUTO_ORDER: tuple[str, ...] = ("slab", "c10d")
 MODULES: dict[str, str] = {
+    "slab": "moe_comm.backends.slab",
     "c10d": "moe_comm.backends.c10d",
     "reference": "moe_comm.backends.reference",
 }

@@ -1,0 +1,386 @@
+"""Combine: weighted fp32 sums of expert rows, one row back per (token, rank), and the final sum.
+
+Legend: T tokens here, R ranks, B the bucket, H hidden, G scale groups, K choices, N expert rows.
+The order of additions is the numeric contract's (moe_comm.backends.reference).
+
+Programs 0 .. send_programs - 1 sum and put the rows that belong to other ranks, chunk after chunk
+of tokens, and release each chunk. The programs after them sum this rank's own rows (which never
+leave registers), wait for the others' and add. So reading, transfer and final sum overlap, and
+putting programs, first in the grid, wait for nobody.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_comm.kernels.quantize import quantize_groups, scale_to_f32, through_wire
+from moe_comm.kernels.signal import (
+    arrive,
+    finish_wait,
+    release,
+    reset_arrivals,
+    wait,
+    wanted,
+)
+
+
+@triton.jit
+def partial_sum(
+    y_ptr, position_ptr, weights_ptr, row, column, in_row, H: tl.constexpr, K: tl.constexpr,
+    BLOCK: tl.constexpr, APPLIED: tl.constexpr,
+):  # fmt: skip
+    """fp32 [BLOCK]: fma of the row's choices on this rank, k ascending, rounded at each step.
+
+    Choices are unrolled and loads masked, so that all of them are in flight together.
+
+    Example: positions [4, -1, 2], weights [0.5, ., 2]: fma(y[2], 2, fma(y[4], 0.5, 0)).
+    """
+    acc = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(K):
+        position = tl.load(position_ptr + row * K + k)
+        here = position >= 0
+        value = tl.load(
+            y_ptr + position.to(tl.int64) * H + column, mask=in_row & here, other=0.0
+        ).to(tl.float32)
+        if APPLIED:
+            added = acc + value
+        else:
+            weight = tl.load(weights_ptr + row * K + k)
+            added = tl.fma(value, tl.zeros([BLOCK], tl.float32) + weight, acc)
+        acc = tl.where(here, added, acc)
+    return acc
+
+
+@triton.jit
+def fold_partials(
+    acc, own, partials_ptr, scales_ptr, choice_rank_ptr, token, rank, stride_rank, stride_rank_g,
+    column, in_row, block, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    BLOCK: tl.constexpr, WIRE: tl.constexpr, GROUP: tl.constexpr, OWN: tl.constexpr,
+):  # fmt: skip
+    """acc plus each rank's partial sum, at the last choice k that lies on the rank. Rank r's row
+    of the token is at partials_ptr + r * stride_rank + token * H; with OWN, `own` stands in for
+    `rank`'s."""
+    choice = tl.arange(0, KP)
+    ranks = tl.load(choice_rank_ptr + token * K + choice, mask=choice < K, other=-1)
+    for k in tl.static_range(K):
+        source = tl.load(choice_rank_ptr + token * K + k)
+        later = tl.max(((ranks == source) & (choice > k)).to(tl.int32), 0)
+        last = (source >= 0) & (later == 0)
+        load = last
+        if OWN:
+            load = last & (source != rank)
+        at = source.to(tl.int64) * stride_rank + token.to(tl.int64) * H
+        value = tl.load(partials_ptr + at + column, mask=in_row & load, other=0.0).to(tl.float32)
+        if WIRE != 0:
+            group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+            at_g = source.to(tl.int64) * stride_rank_g + token.to(tl.int64) * G
+            scale = tl.load(scales_ptr + at_g + group, mask=(group < G) & load, other=0)
+            factor = scale_to_f32(scale, WIRE == 2)
+            value = (value.reshape(BLOCK // GROUP, GROUP) * factor[:, None]).reshape(BLOCK)
+        if OWN:
+            value = tl.where(source == rank, own, value)
+        acc = tl.where(last, acc + value, acc)
+    return acc
+
+
+@triton.jit
+def _round_to_wire(partial, y_type: tl.constexpr, WIRE: tl.constexpr, GROUP: tl.constexpr,
+                   BLOCK: tl.constexpr):  # fmt: skip
+    """What a receiver would read of this rank's own partial sum."""
+    rounded = partial.to(y_type).to(tl.float32)
+    if WIRE != 0:
+        rounded = through_wire(rounded, WIRE == 2, GROUP, BLOCK)
+    return rounded
+
+
+@triton.jit(do_not_specialize=["rank", "num_rows"])
+def _combine_kernel(
+    y_ptr, position_ptr, weights_ptr, tokens_ptr, choice_rank_ptr, bias_ptr, out_ptr, alive_ptr,
+    peers_ptr, partials_ptr, partial_scales_ptr, rows_offset, scales_offset, flags_offset,
+    flags_ptr, state_ptr, status_ptr, channel, rank, bucket, num_rows, send_programs, timeout_ns,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr,
+    RP: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr, GROUP: tl.constexpr,
+    VALUE_BYTES: tl.constexpr, ROWS_LAYOUT: tl.constexpr, APPLIED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, CHUNKS: tl.constexpr, NUM_CHANNELS: tl.constexpr,
+    CHANNELS_P: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    blocks: tl.constexpr = (H + BLOCK - 1) // BLOCK
+    y_type: tl.constexpr = y_ptr.dtype.element_ty
+    chunk_tokens = (bucket + CHUNKS - 1) // CHUNKS
+    if SEND:
+        if program < send_programs:
+            usable = tl.load(status_ptr, volatile=True) & 12 == 0
+            for chunk in range(CHUNKS):
+                begin = tl.minimum(chunk * chunk_tokens, bucket)
+                size = tl.minimum(bucket - begin, chunk_tokens)
+                for item in range(program, size * (R - 1) * blocks, send_programs):
+                    block = item % blocks
+                    token = begin + item // (blocks * (R - 1))
+                    # Each rank starts with its right neighbour.
+                    peer = (rank + 1 + (item // blocks) % (R - 1)) % R
+                    row = peer.to(tl.int64) * bucket + token
+                    choice = tl.arange(0, KP)
+                    positions = tl.load(position_ptr + row * K + choice, mask=choice < K, other=-1)
+                    reached = (tl.max(positions, 0) >= 0) & usable
+                    reached = reached & (token < tl.load(tokens_ptr + peer))
+                    if reached & (tl.load(alive_ptr + peer) != 0):
+                        _put_partial(
+                            y_ptr,
+                            position_ptr,
+                            weights_ptr,
+                            row,
+                            block,
+                            y_type,
+                            tl.load(peers_ptr + peer),
+                            rows_offset,
+                            scales_offset,
+                            rank.to(tl.int64) * bucket + token,
+                            H,
+                            G,
+                            K,
+                            BLOCK,
+                            WIRE,
+                            GROUP,
+                            VALUE_BYTES,
+                            ROWS_LAYOUT,
+                            APPLIED,
+                        )
+                if arrive(state_ptr, channel + chunk, NUM_CHANNELS) == send_programs - 1:
+                    reset_arrivals(state_ptr, channel + chunk, NUM_CHANNELS)
+                    if usable:
+                        release(
+                            peers_ptr,
+                            alive_ptr,
+                            state_ptr,
+                            flags_offset,
+                            channel + chunk,
+                            tl.full((), 0, tl.int32),
+                            rank,
+                            NUM_CHANNELS,
+                            R,
+                            RP,
+                        )
+    if RECEIVE:
+        if program >= send_programs:
+            receiver = program - send_programs
+            receivers = tl.num_programs(0) - send_programs
+            for chunk in range(CHUNKS):
+                want = wanted(state_ptr, channel + chunk, NUM_CHANNELS)
+                begin = tl.minimum(chunk * chunk_tokens, bucket)
+                size = tl.minimum(tl.maximum(num_rows - begin, 0), chunk_tokens)
+                # Someone has to wait even where this rank has no tokens: the slot is free only
+                # when every rank has sent.
+                waits = receiver == 0
+                arrived = 1
+                if waits & (size * blocks == 0):
+                    arrived = wait(
+                        flags_ptr,
+                        alive_ptr,
+                        state_ptr,
+                        status_ptr,
+                        channel + chunk,
+                        want,
+                        rank,
+                        timeout_ns,
+                        NUM_CHANNELS,
+                        CHANNELS_P,
+                        R,
+                        RP,
+                        INTERPRET,
+                    )
+                waited = 0
+                for item in range(receiver, size * blocks, receivers):
+                    block = item % blocks
+                    token = begin + item // blocks
+                    column = block * BLOCK + tl.arange(0, BLOCK)
+                    in_row = column < H
+                    row = rank.to(tl.int64) * bucket + token
+                    if ROWS_LAYOUT:
+                        own = tl.load(y_ptr + row * H + column, mask=in_row, other=0.0).to(
+                            tl.float32
+                        )
+                    else:
+                        own = partial_sum(
+                            y_ptr,
+                            position_ptr,
+                            weights_ptr,
+                            row,
+                            column,
+                            in_row,
+                            H,
+                            K,
+                            BLOCK,
+                            APPLIED,
+                        )
+                    own = _round_to_wire(own, y_type, WIRE, GROUP, BLOCK)
+                    if waited == 0:
+                        waited = 1
+                        arrived = wait(
+                            flags_ptr,
+                            alive_ptr,
+                            state_ptr,
+                            status_ptr,
+                            channel + chunk,
+                            want,
+                            rank,
+                            timeout_ns,
+                            NUM_CHANNELS,
+                            CHANNELS_P,
+                            R,
+                            RP,
+                            INTERPRET,
+                        )
+                    acc = tl.zeros([BLOCK], tl.float32)
+                    if HAS_BIAS:
+                        acc = tl.load(
+                            bias_ptr + token.to(tl.int64) * H + column, mask=in_row, other=0.0
+                        )
+                    acc = fold_partials(
+                        acc,
+                        own,
+                        partials_ptr,
+                        partial_scales_ptr,
+                        choice_rank_ptr,
+                        token,
+                        rank,
+                        bucket.to(tl.int64) * H,
+                        bucket.to(tl.int64) * G,
+                        column,
+                        in_row,
+                        block,
+                        H,
+                        G,
+                        K,
+                        KP,
+                        BLOCK,
+                        WIRE,
+                        GROUP,
+                        True,
+                    )
+                    acc = tl.where(arrived != 0, acc, float("nan"))
+                    tl.store(out_ptr + token.to(tl.int64) * H + column, acc.to(y_type), mask=in_row)
+                finish_wait(state_ptr, channel + chunk, receivers, NUM_CHANNELS)
+
+
+@triton.jit
+def _put_partial(
+    y_ptr, position_ptr, weights_ptr, row, block, y_type: tl.constexpr, base, rows_offset,
+    scales_offset, target, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    WIRE: tl.constexpr, GROUP: tl.constexpr, VALUE_BYTES: tl.constexpr, ROWS_LAYOUT: tl.constexpr,
+    APPLIED: tl.constexpr,
+):  # fmt: skip
+    """The partial sum of received row `row` to row `target` of the memory at `base`."""
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    in_row = column < H
+    if ROWS_LAYOUT:
+        partial = tl.load(y_ptr + row * H + column, mask=in_row, other=0.0).to(tl.float32)
+    else:
+        partial = partial_sum(
+            y_ptr, position_ptr, weights_ptr, row, column, in_row, H, K, BLOCK, APPLIED
+        )
+    rounded = partial.to(y_type)
+    at = base + rows_offset + target * (H * VALUE_BYTES)
+    if WIRE != 0:
+        values, scale = quantize_groups(rounded.to(tl.float32), WIRE == 2, GROUP, BLOCK)
+        tl.store(at.to(tl.pointer_type(values.dtype)) + column, values, mask=in_row)
+        group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+        at_g = base + scales_offset + target * (G * scale.dtype.primitive_bitwidth // 8)
+        tl.store(at_g.to(tl.pointer_type(scale.dtype)) + group, scale, mask=group < G)
+    else:
+        tl.store(at.to(tl.pointer_type(y_type)) + column, rounded, mask=in_row)
+
+
+@triton.jit
+def _partials_kernel(
+    y_ptr, position_ptr, weights_ptr, out_ptr, H: tl.constexpr, K: tl.constexpr,
+    BLOCK: tl.constexpr, APPLIED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    in_row = column < H
+    acc = partial_sum(y_ptr, position_ptr, weights_ptr, row, column, in_row, H, K, BLOCK, APPLIED)
+    tl.store(out_ptr + row * H + column, acc.to(out_ptr.dtype.element_ty), mask=in_row)
+
+
+@triton.jit
+def _fold_kernel(
+    partials_ptr, choice_rank_ptr, bias_ptr, out_ptr, stride_rank, H: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    block = tl.program_id(1)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    in_row = column < H
+    acc = tl.zeros([BLOCK], tl.float32)
+    if HAS_BIAS:
+        acc = tl.load(bias_ptr + token.to(tl.int64) * H + column, mask=in_row, other=0.0)
+    acc = fold_partials(
+        acc, acc, partials_ptr, partials_ptr, choice_rank_ptr, token, 0, stride_rank, 0, column,
+        in_row, block, H, 1, K, KP, BLOCK, 0, BLOCK, False,
+    )  # fmt: skip
+    tl.store(
+        out_ptr + token.to(tl.int64) * H + column, acc.to(out_ptr.dtype.element_ty), mask=in_row
+    )
+
+
+def partial_sums(
+    y: torch.Tensor,
+    choice_position: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    weights_applied: bool,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """The contract's partial(t, r) of each received row.
+
+    Args:
+        y: [N, H] bf16, fp16 or fp32 expert rows.
+        choice_position: [M, K] int32, expert row of each choice, -1 where not here.
+        weights: [M, K] fp32.
+        weights_applied: add without weights.
+        out: [M, H] in the dtype to round to; rows that nobody reached become zeros.
+
+    Returns: out.
+    """
+    num_rows, num_topk = choice_position.shape
+    hidden = y.shape[1]
+    if num_rows:
+        block = min(1024, triton.next_power_of_2(hidden))
+        _partials_kernel[(num_rows, triton.cdiv(hidden, block))](
+            y, choice_position, weights, out, H=hidden, K=num_topk, BLOCK=block,
+            APPLIED=weights_applied,
+        )  # fmt: skip
+    return out
+
+
+def fold(
+    partials: torch.Tensor,
+    choice_rank: torch.Tensor,
+    *,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """The contract's final sum.
+
+    Args:
+        partials: [R, B, H], rank r's partial sum of this rank's token t at (r, t), B >= T; any
+            float dtype; inner two dimensions contiguous.
+        choice_rank: [T, K] int32, rank that serves each choice, -1 where masked.
+        bias: fp32 [T, H] added first, or None.
+        out: [T, H].
+
+    Returns: out.
+    """
+    num_tokens, num_topk = choice_rank.shape
+    hidden = partials.shape[-1]
+    if num_tokens:
+        block = min(1024, triton.next_power_of_2(hidden))
+        _fold_kernel[(num_tokens, triton.cdiv(hidden, block))](
+            partials, choice_rank, bias if bias is not None else out, out, partials.stride(0),
+            H=hidden, K=num_topk, KP=triton.next_power_of_2(num_topk), BLOCK=block,
+            HAS_BIAS=bias is not None,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,292 @@
+"""Dispatch over symmetric memory: put rows, ids and weights, release, wait, index.
+
+Legend: T tokens here, R ranks, B the bucket, H hidden, G scale groups, K choices, C copies of an
+expert, L local experts. Receive memory of one slot, at `*_offset` bytes from each rank's base
+(`peers_ptr`, int64 [R]): rows [R, B, H], scales [R, B, G], ids int32 [R, B, K], weights fp32
+[R, B, K], payload bytes [R, B, P]; entry (source, token) is written by that source alone.
+
+Programs 0 .. send_programs - 1 put; the last of them to arrive releases. The L + 1 programs after
+them wait and index. Putting programs wait for nobody (but for a released slot), and come first in
+the grid, so they always get to run.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_comm.kernels.expert_index import index_one_expert
+from moe_comm.kernels.quantize import quantize_groups
+from moe_comm.kernels.signal import (
+    arrive,
+    finish_wait,
+    release,
+    reset_arrivals,
+    tokens_of,
+    wait,
+    wanted,
+)
+
+# Wire of the rows as the kernel sees it: copy elements, or quantize bf16 on the way.
+COPY, FP8, MXFP8 = 0, 1, 2
+# Where rows go: to nobody (copies take them), to this rank's own memory, to all.
+ROWS_NONE, ROWS_SELF, ROWS_ALL = 0, 1, 2
+
+
+@triton.jit
+def locate(ids, valid, token, rank, copy_table_ptr, num_copies_ptr, alive_ptr, C: tl.constexpr):
+    """Rank and local slot of choices `ids` (int32 [KP]) of one token; -1 where not `valid` or the
+    rank is masked. The copy is (rank + token) % num_copies, as ExpertPlacement says."""
+    safe = tl.where(valid, ids, 0)
+    if C == 1:
+        entry = safe
+    else:
+        copies = tl.load(num_copies_ptr + safe)
+        entry = safe * C + (rank + token) % copies
+    where_rank = tl.load(copy_table_ptr + entry * 2)
+    where_slot = tl.load(copy_table_ptr + entry * 2 + 1)
+    live = valid & (tl.load(alive_ptr + where_rank) != 0)
+    return tl.where(live, where_rank, -1), tl.where(live, where_slot, -1)
+
+
+@triton.jit
+def _put_token(
+    token, block, num_tokens, x_ptr, scales_ptr, topk_idx_ptr, topk_weights_ptr, payload_ptr,
+    copy_table_ptr, num_copies_ptr, alive_ptr, peers_ptr, rows_offset, scales_offset, ids_offset,
+    weights_offset, payload_offset, choice_rank_ptr, status_ptr, rank, bucket, E, stride_x,
+    H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
+    KP: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr,
+    VALUE_BYTES: tl.constexpr, PAYLOAD: tl.constexpr, PAYLOAD_P: tl.constexpr,
+    ROWS_TO: tl.constexpr,
+):  # fmt: skip
+    """One column block of one token to every rank it reaches; block 0 also puts ids, weights,
+    given scales and payload, to every rank (ids tell a rank that it was not reached)."""
+    choice = tl.arange(0, KP)
+    inside = choice < K
+    ids = tl.load(topk_idx_ptr + token * K + choice, mask=inside, other=-1).to(tl.int32)
+    in_range = (ids >= 0) & (ids < E)
+    real = token < num_tokens
+    to_rank, slot = locate(
+        ids, in_range & real, token, rank, copy_table_ptr, num_copies_ptr, alive_ptr, C
+    )
+    if block == 0:
+        tl.store(choice_rank_ptr + token * K + choice, to_rank, mask=inside)
+        if tl.max((real & inside & ~in_range & (ids != -1)).to(tl.int32), 0) > 0:
+            tl.atomic_or(status_ptr, 1)
+    if real:
+        column = block * BLOCK + tl.arange(0, BLOCK)
+        in_row = column < H
+        row = rank.to(tl.int64) * bucket + token
+        scale = 0
+        if ROWS_TO != 0:
+            x = tl.load(x_ptr + token.to(tl.int64) * stride_x + column, mask=in_row, other=0)
+            if WIRE != 0:
+                values, scale = quantize_groups(x.to(tl.float32), WIRE == 2, GROUP, BLOCK)
+            else:
+                values = x
+        weight = tl.load(topk_weights_ptr + token * K + choice, mask=inside, other=0.0)
+        for step in range(R):
+            # Each rank starts with its right neighbour, so that no peer is everyone's first.
+            peer = (rank + 1 + step) % R
+            here = to_rank == peer
+            reached = tl.max(here.to(tl.int32), 0) > 0
+            base = tl.load(peers_ptr + peer)
+            send_row = reached
+            if ROWS_TO == 1:
+                send_row = peer == rank
+                if WIRE == 0:
+                    # Quantized rows are copied on from here, so even those not reaching this rank
+                    # are put; others only where they arrive.
+                    send_row = send_row & reached
+            if ROWS_TO != 0:
+                if send_row:
+                    rows = base + rows_offset + row * (H * VALUE_BYTES)
+                    tl.store(rows.to(tl.pointer_type(values.dtype)) + column, values, mask=in_row)
+                    if WIRE != 0:
+                        group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+                        scales = (
+                            base + scales_offset + row * (G * scale.dtype.primitive_bitwidth // 8)
+                        )
+                        tl.store(
+                            scales.to(tl.pointer_type(scale.dtype)) + group, scale, mask=group < G
+                        )
+            if block == 0:
+                if tl.load(alive_ptr + peer) != 0:
+                    ids_at = (base + ids_offset + row * (K * 4)).to(tl.pointer_type(tl.int32))
+                    tl.store(ids_at + choice, tl.where(here, slot, -1), mask=inside)
+                    if reached:
+                        weights_at = base + weights_offset + row * (K * 4)
+                        tl.store(
+                            weights_at.to(tl.pointer_type(tl.float32)) + choice, weight, mask=inside
+                        )
+                        if GP > 0:
+                            _put_bytes(
+                                scales_ptr + token.to(tl.int64) * G,
+                                base + scales_offset + row * G,
+                                G,
+                                GP,
+                            )
+                        if PAYLOAD > 0:
+                            _put_bytes(
+                                payload_ptr + token.to(tl.int64) * PAYLOAD,
+                                base + payload_offset + row * PAYLOAD,
+                                PAYLOAD,
+                                PAYLOAD_P,
+                            )
+
+
+@triton.jit
+def _put_bytes(source_ptr, target, COUNT: tl.constexpr, COUNT_P: tl.constexpr):
+    """COUNT bytes to an address."""
+    i = tl.arange(0, COUNT_P)
+    byte = tl.load(source_ptr + i, mask=i < COUNT)
+    tl.store(target.to(tl.pointer_type(tl.uint8)) + i, byte, mask=i < COUNT)
+
+
+@triton.jit(do_not_specialize=["rank", "num_rows", "num_tokens_host", "token_begin"])
+def _dispatch_kernel(
+    x_ptr, scales_ptr, topk_idx_ptr, topk_weights_ptr, payload_ptr, num_tokens_ptr,
+    num_tokens_host, token_begin, num_rows, copy_table_ptr, num_copies_ptr, alive_ptr, peers_ptr,
+    rows_offset, scales_offset, ids_offset, weights_offset, payload_offset, flags_offset,
+    ids_ptr, flags_ptr, choice_rank_ptr, tokens_out_ptr, offsets_ptr, row_index_ptr, position_ptr,
+    state_ptr, status_ptr, channel, release_channel, rank, bucket, capacity, E, L, stride_x,
+    send_programs, timeout_ns,
+    H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
+    KP: tl.constexpr, C: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, BLOCK: tl.constexpr,
+    WIRE: tl.constexpr, VALUE_BYTES: tl.constexpr, PAYLOAD: tl.constexpr, PAYLOAD_P: tl.constexpr,
+    ROWS_TO: tl.constexpr, NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr,
+    T_ON_DEVICE: tl.constexpr, RELEASE_AFTER: tl.constexpr, SEND: tl.constexpr,
+    RECEIVE: tl.constexpr, INDEX_BLOCK: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    if SEND:
+        if program < send_programs:
+            if T_ON_DEVICE:
+                num_tokens = tl.load(num_tokens_ptr).to(tl.int32)
+                num_tokens = tl.minimum(tl.maximum(num_tokens, 0), num_rows)
+            else:
+                num_tokens = num_tokens_host
+            # A slot that was released without a combine: its readers said so on this channel.
+            released = tl.load(state_ptr + release_channel)
+            usable = tl.load(status_ptr, volatile=True) & 12 == 0
+            if released != tl.load(state_ptr + NUM_CHANNELS + release_channel):
+                usable = usable & (
+                    wait(
+                        flags_ptr, alive_ptr, state_ptr, status_ptr, release_channel, released,
+                        rank, timeout_ns, NUM_CHANNELS, CHANNELS_P, R, RP, INTERPRET,
+                    ) != 0
+                )  # fmt: skip
+            blocks: tl.constexpr = (H + BLOCK - 1) // BLOCK if ROWS_TO != 0 else 1
+            if usable:
+                for item in range(program, (num_rows - token_begin) * blocks, send_programs):
+                    _put_token(
+                        token_begin + item // blocks, item % blocks, num_tokens, x_ptr, scales_ptr,
+                        topk_idx_ptr, topk_weights_ptr, payload_ptr, copy_table_ptr,
+                        num_copies_ptr, alive_ptr, peers_ptr, rows_offset, scales_offset,
+                        ids_offset, weights_offset, payload_offset, choice_rank_ptr, status_ptr,
+                        rank, bucket, E, stride_x, H, G, GP, GROUP, K, KP, C, R, BLOCK, WIRE,
+                        VALUE_BYTES, PAYLOAD, PAYLOAD_P, ROWS_TO,
+                    )  # fmt: skip
+            if arrive(state_ptr, channel, NUM_CHANNELS) == send_programs - 1:
+                reset_arrivals(state_ptr, channel, NUM_CHANNELS)
+                tl.store(state_ptr + NUM_CHANNELS + release_channel, released)
+                if RELEASE_AFTER & usable:
+                    release(
+                        peers_ptr,
+                        alive_ptr,
+                        state_ptr,
+                        flags_offset,
+                        channel,
+                        num_tokens,
+                        rank,
+                        NUM_CHANNELS,
+                        R,
+                        RP,
+                    )
+    if RECEIVE:
+        if program >= send_programs:
+            want = wanted(state_ptr, channel, NUM_CHANNELS)
+            arrived = wait(
+                flags_ptr,
+                alive_ptr,
+                state_ptr,
+                status_ptr,
+                channel,
+                want,
+                rank,
+                timeout_ns,
+                NUM_CHANNELS,
+                CHANNELS_P,
+                R,
+                RP,
+                INTERPRET,
+            )
+            words = flags_ptr + channel * R
+            expert = program - send_programs
+            if expert == L:
+                _write_tokens(words, alive_ptr, tokens_out_ptr, arrived, R, RP)
+            if INDEX_BLOCK > 0:
+                num_choices = R * bucket * K
+                # The low half of each word is the source's token count: every second int32.
+                index_one_expert(
+                    expert,
+                    L + 1,
+                    ids_ptr,
+                    words.to(tl.pointer_type(tl.int32)),
+                    alive_ptr,
+                    offsets_ptr,
+                    row_index_ptr,
+                    position_ptr,
+                    status_ptr,
+                    num_choices,
+                    num_choices * arrived,
+                    bucket,
+                    capacity,
+                    L,
+                    K,
+                    INDEX_BLOCK,
+                    2,
+                )
+            finish_wait(state_ptr, channel, tl.num_programs(0) - send_programs, NUM_CHANNELS)
+
+
+@triton.jit
+def _write_tokens(words_ptr, alive_ptr, tokens_out_ptr, arrived, R: tl.constexpr, RP: tl.constexpr):
+    """tokens_out int32 [R]: each live source's tokens, 0 where the wait failed."""
+    ranks = tl.arange(0, RP)
+    word = tl.load(words_ptr + ranks, mask=ranks < R, other=0)
+    alive = tl.load(alive_ptr + ranks, mask=ranks < R, other=0)
+    tl.store(tokens_out_ptr + ranks, tokens_of(word) * alive * arrived, mask=ranks < R)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _signal_kernel(
+    peers_ptr, alive_ptr, state_ptr, status_ptr, flags_ptr, tokens_out_ptr, flags_offset, channel,
+    rank, timeout_ns, R: tl.constexpr, RP: tl.constexpr, NUM_CHANNELS: tl.constexpr,
+    CHANNELS_P: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr, TOKENS: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """One program that releases a channel, waits for it, or both."""
+    if SEND:
+        if tl.load(status_ptr, volatile=True) & 12 == 0:
+            release(
+                peers_ptr,
+                alive_ptr,
+                state_ptr,
+                flags_offset,
+                channel,
+                tl.full((), 0, tl.int32),
+                rank,
+                NUM_CHANNELS,
+                R,
+                RP,
+            )
+    if RECEIVE:
+        arrived = wait(
+            flags_ptr, alive_ptr, state_ptr, status_ptr, channel,
+            wanted(state_ptr, channel, NUM_CHANNELS), rank, timeout_ns, NUM_CHANNELS, CHANNELS_P,
+            R, RP, INTERPRET,
+        )  # fmt: skip
+        if TOKENS:
+            _write_tokens(flags_ptr + channel * R, alive_ptr, tokens_out_ptr, arrived, R, RP)
+        finish_wait(state_ptr, channel, 1, NUM_CHANNELS)

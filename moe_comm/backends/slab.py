@@ -1,0 +1,160 @@
+"""The slab backend: dispatch and combine over memory that ranks reach directly.
+
+Each source rank owns a block of rows in every rank's receive memory, so a row's place is
+arithmetic, no counts are exchanged before rows move, and results do not depend on timing. Kernels:
+moe_comm.kernels.dispatch and .combine; launches: moe_comm.backends.slab_engine; which way a call
+takes: moe_comm.backends.slab_modes.
+
+Health: every wait is bounded by timeout_s on the device. After the first timeout or phase error
+later waits return at once, dispatch delivers no rows, combine delivers NaN, and check() raises.
+The process lives and can build a new communicator.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_comm.backends import Support
+from moe_comm.backends.slab_engine import SlabEngine, region_sizes
+from moe_comm.backends.slab_modes import SlabTuning
+from moe_comm.calls import CombineCall, DispatchCall
+from moe_comm.communicator import Communicator
+from moe_comm.config import EPConfig
+from moe_comm.errors import SlotError
+from moe_comm.group import Group
+from moe_comm.handle import Dispatched, DispatchHandle
+from moe_comm.status import Status
+from moe_comm.symmetric import SymmetricMemory, TorchSymmetricMemory
+from moe_comm.topology import Topology
+
+MODES = ("auto", "low-latency", "high-throughput")
+
+
+class SlabCommunicator(Communicator):
+    """Dispatch and combine through symmetric memory. Construction is collective.
+
+    Args:
+        config: the shape.
+        group: ranks that reach each other's memory.
+        mode: one of MODES; "auto" goes by the bucket.
+        tuning: knobs; default SlabTuning of this mode.
+        memory: symmetric memory to use instead of a block of its own.
+    """
+
+    backend = "slab"
+
+    def __init__(
+        self,
+        config: EPConfig,
+        group: Group,
+        *,
+        mode: str = "auto",
+        tuning: SlabTuning | None = None,
+        memory: SymmetricMemory | None = None,
+    ) -> None:
+        if mode not in MODES:
+            raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
+        super().__init__(config, group)
+        self.tuning = tuning or SlabTuning(mode=mode)
+        self.mode = self.tuning.mode
+        self._memory = memory or TorchSymmetricMemory(group, region_sizes(config, group.num_ranks))
+        self.engine = SlabEngine(
+            config,
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+            num_local_experts=self.num_local_experts,
+            memory=self._memory,
+            copy_table=self._copy_table,
+            num_copies=self._num_copies,
+            tuning=self.tuning,
+        )
+        # The dispatch whose routing each slot still holds.
+        self._slot_calls: dict[int, int] = {}
+
+    def mode_for(self, bucket: int) -> str:
+        """What a dispatch of this bucket runs: "low-latency" or "high-throughput"."""
+        return self.tuning.plan(self.config, self.num_ranks, bucket).mode
+
+    def _take_slot(self, reuse: DispatchHandle | None) -> int:
+        if reuse is None:
+            return super()._take_slot(None)
+        if self._slot_calls.get(reuse.slot) != reuse.call or reuse.slot in self._busy_slots:
+            raise SlotError(
+                f"handle: the routing of dispatch {reuse.call} lay in slot {reuse.slot}, which has "
+                "been taken since; repeat a routing before its slot is dispatched into again"
+            )
+        self._busy_slots.add(reuse.slot)
+        return reuse.slot
+
+    def _start_dispatch(self, call: DispatchCall) -> Any:
+        self._slot_calls[call.slot] = call.call
+        self.engine.dispatch(call, send=True, receive=False)
+
+    def _finish_dispatch(self, call: DispatchCall, state: Any) -> Dispatched:
+        result = self.engine.dispatch(call, send=False, receive=True)
+        assert result is not None
+        return result
+
+    def _dispatch_at_once(self, call: DispatchCall) -> Dispatched:
+        self._slot_calls[call.slot] = call.call
+        result = self.engine.dispatch(call, send=True, receive=True)
+        assert result is not None
+        return result
+
+    def _start_combine(self, call: CombineCall) -> Any:
+        self.engine.combine(call, send=True, receive=False)
+
+    def _finish_combine(self, call: CombineCall, state: Any) -> Tensor:
+        result = self.engine.combine(call, send=False, receive=True)
+        assert result is not None
+        return result
+
+    def _combine_at_once(self, call: CombineCall) -> Tensor:
+        result = self.engine.combine(call, send=True, receive=True)
+        assert result is not None
+        return result
+
+    def _signal_release(self, handle: DispatchHandle) -> None:
+        self.engine.signal_release(handle.slot)
+
+    def _read_status(self) -> Status:
+        return self.engine.read_status()
+
+    def mask_rank(self, rank: int) -> None:
+        """Go on without a dead rank: its experts contribute nothing. Clears a recorded timeout.
+        Called by every survivor, with no dispatch outstanding that it means to combine."""
+        if not 0 <= rank < self.num_ranks or rank == self.rank:
+            raise ValueError(
+                f"rank: expected another rank in [0, {self.num_ranks}), got {rank} on rank "
+                f"{self.rank}"
+            )
+        self.engine.mask_rank(rank)
+        self._busy_slots.clear()
+
+    def _close(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self._memory.close()
+
+
+def supports(config: EPConfig, topology: Topology) -> Support:
+    """Whether ranks reach each other's memory and the shape fits."""
+    if topology.device_type != "cuda":
+        return Support(False, f"needs CUDA devices, the ranks have {topology.device_type}")
+    if importlib.util.find_spec("triton") is None:
+        return Support(False, "needs triton; pip install 'triton>=3.6'")
+    if topology.num_nodes > 1:
+        return Support(False, f"needs one node, the ranks span {topology.num_nodes}")
+    if not topology.peer_access:
+        return Support(False, "needs direct access between all GPUs (NVLink or PCIe P2P)")
+    if config.reduction != "rank":
+        return Support(False, f"adds rank by rank, the config asks for {config.reduction!r}")
+    return Support(True, "", MODES, ("capture", "overlap", "masking", "payloads"))
+
+
+def build(config: EPConfig, group: Group, mode: str | None) -> SlabCommunicator:
+    """A communicator over torch's symmetric memory."""
+    return SlabCommunicator(config, group, mode=mode or "auto")

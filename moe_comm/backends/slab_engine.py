@@ -1,0 +1,520 @@
+"""The slab's device work for one rank, without a process group: what to launch, on which memory.
+
+Legend: R ranks, B the bucket, T tokens here, H hidden, G scale groups, K choices, L local experts,
+S slots. The slab of one slot holds row (source, token) at source * B + token, so no rank has to
+know any other's counts before rows move.
+
+Both halves of a call may be launched at once (`send=True, receive=True`, one kernel) or apart, as
+async_op and tests with virtual ranks do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_comm.backends.slab_modes import Plan, SlabTuning
+from moe_comm.calls import CombineCall, DispatchCall
+from moe_comm.config import EPConfig
+from moe_comm.handle import Dispatched, DispatchHandle
+from moe_comm.status import Status, StatusBit
+from moe_comm.symmetric import SymmetricMemory
+from moe_comm.wire import Wire
+
+PAYLOAD_ALIGNMENT = 16
+_WIRE_CODE = {"bf16": 0, "none": 0, "fp8": 1, "mxfp8": 2}
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two >= max(n, 1)."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def region_sizes(config: EPConfig, num_ranks: int) -> dict[str, int]:
+    """Bytes of each region of a rank's block: EPConfig.buffer_bytes and the flags."""
+    from moe_comm.kernels import signal
+
+    sizes = config.buffer_bytes(num_ranks)
+    del sizes["total"]
+    sizes["flags"] = config.num_slots * signal.NUM_PHASES * num_ranks * 8
+    return sizes
+
+
+@dataclass(kw_only=True)
+class _Slot:
+    """Private memory of a slot. choice_rank [B, K], tokens [R], offsets [L + 1], row_index
+    [capacity], position [R * B, K], all int32."""
+
+    choice_rank: Tensor
+    tokens: Tensor
+    offsets: Tensor
+    row_index: Tensor
+    position: Tensor
+
+
+class SlabEngine:
+    """Launches dispatch and combine of one rank.
+
+    Args:
+        config: the shape.
+        rank, num_ranks, num_local_experts: who this is.
+        memory: this rank's symmetric memory, with `region_sizes` regions.
+        copy_table, num_copies: the placement's tables on the device.
+        tuning: blocks, warps and program counts.
+    """
+
+    def __init__(
+        self,
+        config: EPConfig,
+        *,
+        rank: int,
+        num_ranks: int,
+        num_local_experts: int,
+        memory: SymmetricMemory,
+        copy_table: Tensor,
+        num_copies: Tensor,
+        tuning: SlabTuning | None = None,
+    ) -> None:
+        from moe_comm.kernels import signal
+
+        self.config, self.rank, self.num_ranks = config, rank, num_ranks
+        self.num_local_experts, self.memory = num_local_experts, memory
+        self.copy_table, self.num_copies = copy_table, num_copies
+        self.tuning = tuning or SlabTuning()
+        self.device = device = memory.block.device
+        self._interpret = device.type == "cpu"
+        self._phases = signal.NUM_PHASES
+        channels = config.num_slots * self._phases
+        ints = {"dtype": torch.int32, "device": device}
+        self.state = torch.zeros(signal.STATE_ROWS, channels, **ints)
+        self.status = torch.zeros(signal.STATUS_WORDS, **ints)
+        self.alive = torch.ones(num_ranks, **ints)
+        self._bucket = config.bucket
+        capacity = config.expert_row_capacity(num_ranks, num_local_experts, self._bucket)
+        self._slots = [
+            _Slot(
+                choice_rank=torch.full((self._bucket, config.num_topk), -1, **ints),
+                tokens=torch.zeros(num_ranks, **ints),
+                offsets=torch.zeros(num_local_experts + 1, **ints),
+                row_index=torch.full((capacity,), -1, **ints),
+                position=torch.full((num_ranks * self._bucket, config.num_topk), -1, **ints),
+            )
+            for _ in range(config.num_slots)
+        ]
+        self._empty = torch.zeros(1, **ints)
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._common: dict[str, Any] = {
+            "R": num_ranks,
+            "RP": max(next_power_of_2(num_ranks), 2),
+            "NUM_CHANNELS": channels,
+            "CHANNELS_P": next_power_of_2(channels),
+            "INTERPRET": self._interpret,
+        }
+        self.flags = memory.view("flags", (channels, num_ranks), torch.int64)
+
+    def seed_counters(self, count: int) -> None:
+        """Set every counter as after `count` releases on each channel: a test that counters may
+        wrap. All ranks seed alike, before the first call."""
+        wrapped = (count + 2**31) % 2**32 - 2**31
+        self.state[:2].fill_(wrapped)
+        self.flags.fill_(wrapped << 32)
+
+    def dispatch(self, call: DispatchCall, *, send: bool, receive: bool) -> Dispatched | None:
+        """Enqueue the halves asked for; the result where `receive`."""
+        plan = self.tuning.plan(self.config, self.num_ranks, call.bucket)
+        if plan.mode == "low-latency":
+            self._dispatch_kernel(call, plan, send=send, receive=receive)
+        else:
+            self._dispatch_by_copies(call, plan, send=send, receive=receive)
+        return self._dispatched(call, plan) if receive else None
+
+    def combine(self, call: CombineCall, *, send: bool, receive: bool) -> Tensor | None:
+        """Enqueue the halves asked for; the combined rows where `receive`."""
+        from moe_comm.kernels.combine import _combine_kernel
+        from moe_comm.kernels.signal import COMBINE
+
+        handle, config = call.handle, self.config
+        plan = self.tuning.plan(config, self.num_ranks, handle.bucket)
+        wire, hidden, bucket = config.return_wire, config.hidden, handle.bucket
+        y = call.y.contiguous()
+        value = wire.value_dtype or y.dtype
+        out = call.out
+        if out is None:
+            out = torch.empty(handle.num_rows, hidden, dtype=y.dtype, device=self.device)
+        target = out if out.is_contiguous() else torch.empty_like(out).contiguous()
+        bias = self._summed_bias(call)
+        slot, width = self._slots[handle.slot], self.num_ranks * bucket
+        block, warps = self._block(wire, combine=True)
+        blocks = -(-hidden // block)
+        remote_items = bucket * (self.num_ranks - 1) * blocks
+        senders = min(max(remote_items, 1), plan.combine_send_programs) if send else 0
+        receivers = min(max(handle.num_rows * blocks, 1), plan.combine_receive_programs)
+        groups = wire.num_groups(hidden)
+        _combine_kernel[(senders + (receivers if receive else 0),)](
+            y, slot.position, self._weights(handle.slot, bucket), slot.tokens, slot.choice_rank,
+            bias if bias is not None else target, target, self.alive, self.memory.peers,
+            self.memory.view(
+                "combine_rows", (width, hidden), value, offset=self._offset("combine_rows", handle.slot)
+            ),
+            self._scales_view("combine_scales", handle.slot, width, wire),
+            self._base("combine_rows", handle.slot), self._base("combine_scales", handle.slot),
+            self.memory.regions.offsets["flags"], self.flags, self.state, self.status,
+            self._channel(handle.slot, COMBINE), self.rank, bucket, handle.num_rows, senders,
+            self._timeout_ns(),
+            H=hidden, G=max(groups, 1), K=config.num_topk, KP=next_power_of_2(config.num_topk),
+            BLOCK=block, WIRE=_WIRE_CODE[wire.name], GROUP=wire.group or block,
+            VALUE_BYTES=value.itemsize, ROWS_LAYOUT=call.layout == "rows",
+            APPLIED=call.weights_applied, HAS_BIAS=bias is not None, CHUNKS=plan.combine_chunks,
+            SEND=send, RECEIVE=receive, num_warps=warps, **self._common,
+        )  # fmt: skip
+        if not receive:
+            return None
+        if target is not out:
+            out.copy_(target)
+        return out
+
+    def signal_release(self, slot: int) -> None:
+        """Tell every rank that this one has read what it needs of the slot."""
+        from moe_comm.kernels.signal import RELEASE
+
+        self._signal(self._channel(slot, RELEASE), send=True, receive=False)
+
+    def read_status(self) -> Status:
+        """The status word; bits that are not sticky are cleared. Synchronizes."""
+        words = self.status.tolist()
+        bits = StatusBit(words[0])
+        sticky = bits & (StatusBit.TIMEOUT | StatusBit.PHASE)
+        if bits != sticky:
+            self.status[0] = int(sticky)
+        if not sticky:
+            return Status(bits=bits)
+        return Status(
+            bits=bits,
+            phase=self._phase_name(words[1] - 1),
+            peer=words[2],
+            seen=words[3],
+            wanted=words[4],
+            other_phase=self._phase_name(words[5] - 1),
+        )
+
+    def mask_rank(self, rank: int) -> None:
+        """Go on without `rank`: nothing is sent to it or awaited from it, and choices of its
+        experts count as masked. Clears the status word."""
+        self.alive[rank] = 0
+        self.status.zero_()
+
+    # Launches.
+
+    def _dispatch_kernel(
+        self, call: DispatchCall, plan: Plan, *, send: bool, receive: bool, rows_to: int = 2,
+        release_after: bool = True, tokens: tuple[int, int] | None = None,
+    ) -> None:  # fmt: skip
+        from moe_comm.kernels.dispatch import _dispatch_kernel
+        from moe_comm.kernels.expert_index import ONE_LAUNCH_CHOICES
+        from moe_comm.kernels.signal import DISPATCH, RELEASE
+
+        config, wire, hidden, bucket = (
+            self.config,
+            self.config.wire,
+            self.config.hidden,
+            call.bucket,
+        )
+        begin, end = tokens if tokens is not None else (0, call.num_rows)
+        slot = self._slots[call.slot]
+        x = call.x if call.x.stride(-1) == 1 else call.x.contiguous()
+        quantizes = wire.scale_dtype is not None and not call.is_quantized
+        block, warps = self._block(wire, combine=False)
+        blocks = -(-hidden // block) if rows_to else 1
+        senders = min(max((end - begin) * blocks, 1), plan.dispatch_programs) if send else 0
+        choices = self.num_ranks * bucket * config.num_topk
+        index_here = receive and not self._is_reused(call) and choices <= ONE_LAUNCH_CHOICES
+        receivers = self.num_local_experts + 1 if index_here else 1
+        experts = self.num_local_experts if index_here else 0
+        payload = self._packed_payloads(call)
+        width = payload.shape[1] if payload is not None else 0
+        scales = call.scales
+        scale_bytes = 0
+        if scales is not None:
+            scales = scales.contiguous().view(torch.uint8)
+            scale_bytes = scales.shape[1]
+        on_device = isinstance(call.num_tokens, Tensor)
+        groups = scale_bytes or max(wire.num_groups(hidden), 1)
+        _dispatch_kernel[(senders + (receivers if receive else 0),)](
+            x, scales if scales is not None else self._empty, call.topk_idx.contiguous(),
+            call.topk_weights.contiguous(), payload if payload is not None else self._empty,
+            call.num_tokens if on_device else self._empty,
+            0 if on_device else call.num_tokens, begin, end, self.copy_table, self.num_copies,
+            self.alive, self.memory.peers,
+            self._base("dispatch_rows", call.slot), self._base("dispatch_scales", call.slot),
+            self._base("topk_idx", call.slot), self._base("topk_weights", call.slot),
+            self._base("payloads", call.slot), self.memory.regions.offsets["flags"],
+            self._ids(call.slot, bucket), self.flags, slot.choice_rank, slot.tokens, slot.offsets,
+            slot.row_index, slot.position, self.state, self.status,
+            self._channel(call.slot, DISPATCH), self._channel(call.slot, RELEASE), self.rank,
+            bucket, self._capacity(bucket), config.num_experts, experts, x.stride(0), senders,
+            self._timeout_ns(),
+            H=hidden, G=groups, GP=next_power_of_2(scale_bytes) if scale_bytes else 0,
+            GROUP=wire.group if quantizes else block, K=config.num_topk,
+            KP=next_power_of_2(config.num_topk), C=self.copy_table.shape[1], BLOCK=block,
+            WIRE=_WIRE_CODE[wire.name] if quantizes else 0,
+            VALUE_BYTES=1 if wire.scale_dtype is not None else x.element_size(),
+            PAYLOAD=width, PAYLOAD_P=next_power_of_2(width) if width else 0, ROWS_TO=rows_to,
+            T_ON_DEVICE=on_device, RELEASE_AFTER=release_after, SEND=send, RECEIVE=receive,
+            INDEX_BLOCK=min(4096, next_power_of_2(choices)) if index_here else 0,
+            num_warps=warps, **self._common,
+        )  # fmt: skip
+        if receive and not index_here and not self._is_reused(call):
+            self._index_by_launches(call)
+
+    def _index_by_launches(self, call: DispatchCall) -> None:
+        from moe_comm.kernels.expert_index import expert_index
+
+        slot, bucket = self._slots[call.slot], call.bucket
+        capacity = self._capacity(bucket)
+        expert_index(
+            self._ids(call.slot, bucket),
+            num_local_experts=self.num_local_experts,
+            capacity=capacity,
+            status=self.status,
+            sources=(slot.tokens, self.alive, bucket),
+            out=(
+                slot.offsets,
+                slot.row_index[:capacity],
+                slot.position[: self.num_ranks * bucket],
+            ),
+        )
+
+    def _dispatch_by_copies(
+        self, call: DispatchCall, plan: Plan, *, send: bool, receive: bool
+    ) -> None:
+        """High throughput: ids and weights are put by a kernel and indexed while whole blocks of
+        rows travel by copies, on a stream of their own, so by the copy engine where there is one."""
+        from moe_comm.kernels.signal import DISPATCH, ROWS
+
+        if send:
+            quantizes = self.config.wire.scale_dtype is not None and not call.is_quantized
+            edges = self._chunk_edges(call.num_rows, plan.dispatch_chunks if quantizes else 1)
+            if not quantizes:
+                self._copy_rows(call, 0, call.num_rows, from_x=True)
+            for begin, end in edges:
+                self._dispatch_kernel(
+                    call, plan, send=True, receive=False, rows_to=1,
+                    release_after=end == call.num_rows, tokens=(begin, end),
+                )  # fmt: skip
+                if quantizes:
+                    self._copy_rows(call, begin, end, from_x=False)
+            self._signal(self._channel(call.slot, ROWS), send=True, receive=False, side=True)
+        if receive:
+            slot = self._slots[call.slot]
+            self._signal(
+                self._channel(call.slot, DISPATCH), send=False, receive=True, tokens=slot.tokens
+            )
+            if not self._is_reused(call):
+                self._index_by_launches(call)
+            self._signal(self._channel(call.slot, ROWS), send=False, receive=True)
+            if self._side is not None:
+                torch.cuda.current_stream(self.device).wait_stream(self._side)
+
+    def _chunk_edges(self, num_rows: int, chunks: int) -> list[tuple[int, int]]:
+        """Token ranges. The first is half as long as the others, so that transfer starts early."""
+        if chunks == 1 or num_rows < 2 * chunks:
+            return [(0, num_rows)]
+        size = num_rows / (chunks - 0.5)
+        marks = [0] + [round(size * (i + 0.5)) for i in range(chunks)]
+        marks[-1] = num_rows
+        return list(zip(marks[:-1], marks[1:], strict=True))
+
+    def _copy_rows(self, call: DispatchCall, begin: int, end: int, *, from_x: bool) -> None:
+        """Rows [begin, end) of this rank to every other rank's slab: of x, or of what the kernel
+        has put into the own slab."""
+        if end <= begin:
+            return
+        hidden, wire = self.config.hidden, self.config.wire
+        dtype = call.x.dtype if from_x else (wire.value_dtype or call.x.dtype)
+        start = self.rank * call.bucket + begin
+        pieces = [("dispatch_rows", (end - begin, hidden), dtype, hidden)]
+        if wire.scale_dtype is not None and not from_x:
+            groups = wire.num_groups(hidden)
+            pieces.append(("dispatch_scales", (end - begin, groups), wire.scale_dtype, groups))
+        current = torch.cuda.current_stream(self.device) if self._side is not None else None
+        if self._side is not None and current is not None:
+            self._side.wait_stream(current)
+        with torch.cuda.stream(self._side):
+            for step in range(1, self.num_ranks):
+                peer = (self.rank + step) % self.num_ranks
+                for name, shape, kind, row in pieces:
+                    offset = self._offset(name, call.slot) + start * row * kind.itemsize
+                    source = (
+                        call.x[begin:end]
+                        if from_x
+                        else self.memory.view(name, shape, kind, offset=offset)
+                    )
+                    self.memory.peer_view(peer, name, shape, kind, offset=offset).copy_(
+                        source, non_blocking=True
+                    )
+
+    def _signal(
+        self, channel: int, *, send: bool, receive: bool, side: bool = False,
+        tokens: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        from moe_comm.kernels.dispatch import _signal_kernel
+
+        with torch.cuda.stream(self._side if side else None):
+            _signal_kernel[(1,)](
+                self.memory.peers, self.alive, self.state, self.status, self.flags,
+                tokens if tokens is not None else self._empty,
+                self.memory.regions.offsets["flags"], channel, self.rank, self._timeout_ns(),
+                SEND=send, RECEIVE=receive, TOKENS=tokens is not None, num_warps=1, **self._common,
+            )  # fmt: skip
+
+    # Views and numbers.
+
+    def _dispatched(self, call: DispatchCall, plan: Plan) -> Dispatched:
+        config, wire, bucket, ranks = self.config, self.config.wire, call.bucket, self.num_ranks
+        slot, hidden = self._slots[call.slot], config.hidden
+        dtype = wire.value_dtype or call.x.dtype
+        offset = self._offset("dispatch_rows", call.slot)
+        rows = self.memory.view("dispatch_rows", (ranks, bucket, hidden), dtype, offset=offset)
+        scales = None
+        if wire.scale_dtype is not None:
+            groups = wire.num_groups(hidden)
+            scales = self.memory.view(
+                "dispatch_scales", (ranks, bucket, groups), wire.scale_dtype,
+                offset=self._offset("dispatch_scales", call.slot),
+            )  # fmt: skip
+        weights = self._weights(call.slot, bucket)
+        position = slot.position[: ranks * bucket]
+        handle = DispatchHandle(
+            call=call.call,
+            slot=call.slot,
+            bucket=bucket,
+            num_rows=call.num_rows,
+            num_tokens=call.num_tokens,
+            topk_idx=call.topk_idx,
+            choice_rank=slot.choice_rank[: call.num_rows],
+            topk_weights=call.topk_weights,
+            received_weights=weights,
+            choice_position=position,
+            num_tokens_per_rank=slot.tokens,
+            state=plan,
+        )
+        return Dispatched(
+            rows=rows,
+            scales=scales,
+            topk_idx=self._ids(call.slot, bucket).view(ranks, bucket, -1),
+            topk_weights=weights,
+            num_tokens_per_rank=slot.tokens,
+            payloads=self._payload_views(call),
+            expert_offsets=slot.offsets,
+            row_index=slot.row_index[: self._capacity(bucket)],
+            wire=wire,
+            handle=handle,
+        )
+
+    def _is_reused(self, call: DispatchCall) -> bool:
+        return call.reuse is not None
+
+    def _capacity(self, bucket: int) -> int:
+        return self.config.expert_row_capacity(self.num_ranks, self.num_local_experts, bucket)
+
+    def _block(self, wire: Wire, *, combine: bool) -> tuple[int, int]:
+        """(columns of a block, warps): a power of two, at least one scale group."""
+        limit = self.tuning.combine_block if combine else self.tuning.dispatch_block
+        warps = self.tuning.combine_warps if combine else self.tuning.dispatch_warps
+        return min(limit, max(next_power_of_2(self.config.hidden), wire.group, 32)), warps
+
+    def _channel(self, slot: int, phase: int) -> int:
+        return slot * self._phases + phase
+
+    def _phase_name(self, channel: int) -> str:
+        if channel < 0:
+            return ""
+        phase = channel % self._phases
+        names = ("dispatch", "dispatch (rows)", "release")
+        return names[phase] if phase < len(names) else "combine"
+
+    def _offset(self, name: str, slot: int) -> int:
+        """Bytes into the region at which the slot's part begins."""
+        return slot * (self.memory.regions.sizes[name] // self.config.num_slots)
+
+    def _base(self, name: str, slot: int) -> int:
+        """Bytes into the block."""
+        return self.memory.regions.offsets[name] + self._offset(name, slot)
+
+    def _timeout_ns(self) -> int:
+        return int(self.config.wait_s * 1e9)
+
+    def _ids(self, slot: int, bucket: int) -> Tensor:
+        shape = (self.num_ranks * bucket, self.config.num_topk)
+        return self.memory.view(
+            "topk_idx", shape, torch.int32, offset=self._offset("topk_idx", slot)
+        )
+
+    def _weights(self, slot: int, bucket: int) -> Tensor:
+        shape = (self.num_ranks, bucket, self.config.num_topk)
+        return self.memory.view(
+            "topk_weights", shape, torch.float32, offset=self._offset("topk_weights", slot)
+        )
+
+    def _scales_view(self, name: str, slot: int, rows: int, wire: Wire) -> Tensor:
+        if wire.scale_dtype is None:
+            return self._empty
+        shape = (rows, wire.num_groups(self.config.hidden))
+        return self.memory.view(name, shape, wire.scale_dtype, offset=self._offset(name, slot))
+
+    def _summed_bias(self, call: CombineCall) -> Tensor | None:
+        if not call.bias:
+            return None
+        total = call.bias[0].float()
+        for bias in call.bias[1:]:
+            total = total + bias.float()
+        return total.contiguous()
+
+    def _payload_layout(self, call: DispatchCall) -> tuple[list[tuple[str, int, int]], int]:
+        """(name, first byte, bytes) of each payload in a token's payload, and its whole width."""
+        layout, at = [], 0
+        for name, tensor in call.payloads.items():
+            size = (
+                tensor[:1].numel() * tensor.element_size()
+                if tensor.shape[0]
+                else (tensor.new_empty(tensor.shape[1:]).numel() * tensor.element_size())
+            )
+            layout.append((name, at, size))
+            at += -(-size // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
+        if at > self.config.max_payload_bytes:
+            raise ValueError(
+                f"payloads: expected at most max_payload_bytes = {self.config.max_payload_bytes} "
+                f"bytes a token (each payload rounded up to {PAYLOAD_ALIGNMENT}), got {at}"
+            )
+        return layout, at
+
+    def _packed_payloads(self, call: DispatchCall) -> Tensor | None:
+        if not call.payloads:
+            return None
+        layout, width = self._payload_layout(call)
+        packed = torch.zeros(call.num_rows, width, dtype=torch.uint8, device=self.device)
+        for name, at, size in layout:
+            flat = call.payloads[name].contiguous().view(torch.uint8).view(call.num_rows, size)
+            packed[:, at : at + size] = flat
+        return packed
+
+    def _payload_views(self, call: DispatchCall) -> dict[str, Tensor]:
+        if not call.payloads:
+            return {}
+        layout, width = self._payload_layout(call)
+        shape = (self.num_ranks, call.bucket, width)
+        offset = self._offset("payloads", call.slot)
+        whole = self.memory.view("payloads", shape, torch.uint8, offset=offset)
+        views = {}
+        for name, at, size in layout:
+            like = call.payloads[name]
+            part = whole[..., at : at + size].view(like.dtype)
+            views[name] = (
+                part.unflatten(-1, like.shape[1:])
+                if like.dim() > 2
+                else (part if like.dim() == 2 else part[..., 0])
+            )
+        return views

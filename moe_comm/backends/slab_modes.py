@@ -1,0 +1,63 @@
+"""Which way the slab takes, from values that all ranks share: config, ranks and the bucket."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_comm.config import EPConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a call launches. `mode`: of dispatch, "low-latency" or "high-throughput"; `*_programs`:
+    the most programs of each role; `*_chunks`: pieces whose transfer overlaps."""
+
+    mode: str
+    dispatch_programs: int
+    dispatch_chunks: int
+    combine_send_programs: int
+    combine_receive_programs: int
+    combine_chunks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlabTuning:
+    """Knobs. Defaults are measured: see CROSSOVER_SOURCE.
+
+    Attributes:
+        mode: "low-latency", "high-throughput", or "auto" by the bucket.
+        copy_from_bytes: bytes to one peer from which dispatch takes copies instead of stores.
+        combine_chunk_tokens: tokens of one combine chunk.
+        *_block, *_warps: columns and warps of a program; *_programs: the most programs of a role.
+    """
+
+    mode: str = "auto"
+    copy_from_bytes: int = 6 << 20
+    dispatch_block: int = 512
+    dispatch_warps: int = 4
+    dispatch_programs: int = 1056
+    dispatch_chunks: int = 2
+    combine_block: int = 512
+    combine_warps: int = 2
+    combine_send_programs: int = 1056
+    combine_receive_programs: int = 1056
+    combine_chunk_tokens: int = 1024
+
+    def plan(self, config: EPConfig, num_ranks: int, bucket: int) -> Plan:
+        """The plan of a call with this bucket; the same on every rank."""
+        del num_ranks
+        from moe_comm.kernels.signal import MAX_CHUNKS
+
+        mode = self.mode
+        if mode == "auto":
+            to_peer = bucket * config.wire.row_bytes(config.hidden)
+            mode = "high-throughput" if to_peer >= self.copy_from_bytes else "low-latency"
+        chunks = max(1, min(MAX_CHUNKS, bucket // self.combine_chunk_tokens))
+        return Plan(
+            mode=mode,
+            dispatch_programs=self.dispatch_programs,
+            dispatch_chunks=self.dispatch_chunks,
+            combine_send_programs=self.combine_send_programs,
+            combine_receive_programs=self.combine_receive_programs,
+            combine_chunks=chunks,
+        )

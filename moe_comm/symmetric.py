@@ -1,0 +1,138 @@
+"""Symmetric memory: one block a rank, laid out alike on all, that the others can write into.
+
+Named regions are reserved before the one rendezvous; views are bounds-checked; a table of the
+ranks' base addresses lies on the device. Providers: torch (CUDA symmetric memory), NVSHMEM (the
+symmetric heap of nvshmem4py), and virtual (all ranks' blocks in this process's memory, for tests).
+No multicast anywhere.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_comm.group import Group
+
+ALIGNMENT = 256
+
+
+class Regions:
+    """Named byte ranges of a block, in the order given, each aligned to 256 bytes."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.offsets: dict[str, int] = {}
+        self.sizes: dict[str, int] = {}
+        at = 0
+        for name, size in sizes.items():
+            if size < 0:
+                raise ValueError(f"sizes[{name!r}]: expected bytes >= 0, got {size}")
+            self.offsets[name], self.sizes[name] = at, size
+            at += -(-size // ALIGNMENT) * ALIGNMENT
+        self.total_bytes = max(at, ALIGNMENT)
+
+    def span(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, offset: int
+    ) -> tuple[int, int]:
+        """(first byte, bytes) of a view inside the block; ValueError where it leaves its region."""
+        if name not in self.offsets:
+            raise ValueError(f"region: expected one of {', '.join(self.offsets)}, got {name!r}")
+        size = math.prod(shape) * dtype.itemsize
+        if offset < 0 or offset % dtype.itemsize or offset + size > self.sizes[name]:
+            raise ValueError(
+                f"region {name!r}: [{offset}, {offset + size}) of {dtype} leaves or misaligns its "
+                f"{self.sizes[name]} bytes"
+            )
+        return self.offsets[name] + offset, size
+
+
+class SymmetricMemory(abc.ABC):
+    """This rank's block, and the way to the others'.
+
+    Attributes:
+        regions: the common layout.
+        block: uint8 [total_bytes], this rank's memory.
+        peers: int64 [R] on the device, base address of each rank's block.
+    """
+
+    regions: Regions
+    block: Tensor
+    peers: Tensor
+
+    def view(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0
+    ) -> Tensor:
+        """A tensor over this rank's region, `offset` bytes into it."""
+        start, size = self.regions.span(name, shape, dtype, offset)
+        return self.block[start : start + size].view(dtype).view(shape)
+
+    @abc.abstractmethod
+    def peer_view(
+        self, rank: int, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0
+    ) -> Tensor:
+        """As view, of another rank's block; for copies."""
+
+    def close(self) -> None:  # noqa: B027 - memory of torch's allocator frees itself
+        """Free the block where its library has an explicit way."""
+
+
+class TorchSymmetricMemory(SymmetricMemory):
+    """CUDA memory shared through torch.distributed._symmetric_memory. Construction is collective."""
+
+    def __init__(self, group: Group, sizes: Mapping[str, int]) -> None:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        self.regions = Regions(sizes)
+        self.block = symm_mem.empty(
+            self.regions.total_bytes, dtype=torch.uint8, device=group.device
+        )
+        self._handle: Any = symm_mem.rendezvous(self.block, group.pg.group_name)
+        self.block.zero_()
+        self.peers = torch.tensor(
+            list(self._handle.buffer_ptrs), dtype=torch.int64, device=group.device
+        )
+        torch.cuda.synchronize(group.device)
+        # No rank may write before every rank has cleared its block.
+        group.barrier(timeout_s=60.0)
+
+    def peer_view(
+        self, rank: int, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0
+    ) -> Tensor:
+        start, _ = self.regions.span(name, shape, dtype, offset)
+        view: Tensor = self._handle.get_buffer(rank, shape, dtype, start // dtype.itemsize)
+        return view
+
+    def close(self) -> None:
+        del self._handle
+        self.block = self.block[:0]
+
+
+class VirtualSymmetricMemory(SymmetricMemory):
+    """The blocks of all ranks in one process's memory: a rank's peers are its neighbours there."""
+
+    def __init__(self, blocks: Tensor, rank: int, regions: Regions) -> None:
+        self.regions = regions
+        self._blocks = blocks
+        self.block = blocks[rank]
+        self.peers = torch.tensor(
+            [block.data_ptr() for block in blocks], dtype=torch.int64, device=blocks.device
+        )
+
+    @classmethod
+    def create(
+        cls, num_ranks: int, sizes: Mapping[str, int], device: torch.device
+    ) -> list[VirtualSymmetricMemory]:
+        """One object a rank over a common allocation, cleared."""
+        regions = Regions(sizes)
+        blocks = torch.zeros(num_ranks, regions.total_bytes, dtype=torch.uint8, device=device)
+        return [cls(blocks, rank, regions) for rank in range(num_ranks)]
+
+    def peer_view(
+        self, rank: int, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0
+    ) -> Tensor:
+        start, size = self.regions.span(name, shape, dtype, offset)
+        return self._blocks[rank, start : start + size].view(dtype).view(shape)
