@@ -25,23 +25,25 @@ DEFAULT_PROMPT_LENGTH = 12
 SYNTHETIC_PRESETS = ("k3-tiny",)
 
 
-class TokenIds(click.ParamType[list[int]]):
-    """Token ids separated by commas or blanks."""
-
-    name = "ids"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> list[int]:
-        if isinstance(value, list):
-            return value
+def _parse_prompts(
+    ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
+) -> tuple[list[int], ...]:
+    """Token ids separated by commas or blanks, one list a prompt."""
+    del ctx
+    prompts = []
+    for value in values:
         try:
-            ids = [int(part) for part in str(value).replace(",", " ").split()]
-        except ValueError:
-            self.fail(f"expected token ids like 1,2,3, got {value!r}", param, ctx)
+            ids = [int(part) for part in value.replace(",", " ").split()]
+        except ValueError as error:
+            raise click.BadParameter(
+                f"expected token ids like 1,2,3, got {value!r}", param=param
+            ) from error
         if not ids or min(ids) < 0:
-            self.fail(f"expected at least one id, none below 0, got {value!r}", param, ctx)
-        return ids
+            raise click.BadParameter(
+                f"expected at least one id, none below 0, got {value!r}", param=param
+            )
+        prompts.append(ids)
+    return tuple(prompts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,7 @@ class _Job:
 )
 @click.option(
     "--prompt-ids",
-    type=TokenIds(),
+    callback=_parse_prompts,
     multiple=True,
     help="A prompt's token ids, comma-separated; once a prompt. Default: a fixed one.",
 )

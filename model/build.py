@@ -135,11 +135,7 @@ class Builder:
         return whole.to(device=self.device, dtype=wanted, copy=True).contiguous()
 
     def _site(self, norm: TensorSpec, proj: TensorSpec) -> AttnResSite:
-        return AttnResSite(
-            norm_weight=self._get(norm),
-            proj_weight=self._get(proj),
-            eps=self.config.rms_norm_eps,
-        )
+        return AttnResSite.create(self._get(norm), self._get(proj), self.config.rms_norm_eps)
 
     def _kda(self, specs: dict[str, TensorSpec]) -> Kda:
         config = self.config

@@ -41,27 +41,28 @@ class Parallel:
         return self.dp_size * self.tp_size
 
     @classmethod
-    def create(cls, tp_size: int) -> Parallel:
-        """From the initialized default process group. Collective: every rank makes every group.
+    def create(cls, tp_size: int, group: dist.ProcessGroup | None = None) -> Parallel:
+        """Over a process group, by default all ranks. Collective over that group.
 
         Raises ValueError when tp_size does not divide the number of ranks.
         """
-        rank, size = dist.get_rank(), dist.get_world_size()
+        everyone = dist.group.WORLD if group is None else group
+        assert everyone is not None, "torch.distributed is not initialized"
+        rank, size = dist.get_rank(everyone), dist.get_world_size(everyone)
         if tp_size < 1 or size % tp_size:
             raise ValueError(f"tp: expected a divisor of the {size} ranks, got {tp_size}")
         mine = None
         if tp_size > 1:
-            for first in range(0, size, tp_size):
-                group = dist.new_group(list(range(first, first + tp_size)))
-                if first == rank - rank % tp_size:
-                    mine = group
+            first = rank - rank % tp_size
+            members = [dist.get_global_rank(everyone, first + i) for i in range(tp_size)]
+            mine = dist.new_group(members, use_local_synchronization=True)
         return cls(
             tp_rank=rank % tp_size,
             tp_size=tp_size,
             dp_rank=rank // tp_size,
             dp_size=size // tp_size,
             tp_group=mine,
-            ep_group=dist.group.WORLD,
+            ep_group=everyone,
         )
 
     def shard(self, size: int, what: str) -> tuple[int, int]:

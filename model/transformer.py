@@ -18,7 +18,6 @@ from moe_comm.model.layers.gated_mla import GatedMla
 from moe_comm.model.layers.kda import KdaState
 from moe_comm.model.layers.latent_moe import LatentMoe
 from moe_comm.model.layers.linear import Numerics, linear_fp32
-from moe_comm.model.layers.norm import rms_norm
 from moe_comm.model.layers.sequence_plan import SequencePlan
 from moe_comm.model.parallel import Parallel
 from moe_comm.model.serving.batch import ForwardBatch, StateTensors
@@ -156,23 +155,20 @@ class Transformer:
         )
         eps = self.config.rms_norm_eps
         for index, layer in enumerate(self.layers):
-            hidden = stream.enter(index, layer.attn_site)
-            attended = self._attention(
-                index, rms_norm(hidden, layer.input_norm, eps), plan, batch.pool
-            )
+            normed = stream.enter(index, layer.attn_site, layer.input_norm, eps)
+            attended = self._attention(index, normed, plan, batch.pool)
             stream.add(attended)
-            hidden = stream.aggregate(layer.mlp_site)
-            out = self._mlp(index, rms_norm(hidden, layer.post_norm, eps), batch.bucket, observer)
+            normed = stream.aggregate(layer.mlp_site, layer.post_norm, eps)
+            out = self._mlp(index, normed, batch.bucket, observer)
             stream.add(out)
             if observer is not None:
                 observer(index, "attention", attended)
                 observer(index, "mlp", out)
         if not num_tokens:
             return self.outer.head.new_empty(0, self.config.vocab_size, dtype=torch.float32)
-        hidden = stream.aggregate(self.outer.site)
+        normed = stream.aggregate(self.outer.site, self.outer.norm, eps)
         if not all_logits:
-            hidden = hidden[plan.last_tokens]
-        normed = rms_norm(hidden, self.outer.norm, eps)
+            normed = normed[plan.last_tokens]
         logits = self.parallel.gather_columns(linear_fp32(normed, self.outer.head, self.numerics))
         if observer is not None:
             observer(len(self.layers), "logits", logits)

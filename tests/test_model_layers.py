@@ -130,39 +130,38 @@ class TestAttnRes:
     def test_bank_grows_at_block_starts(self):
         """Nine layers in blocks of 4, against a loop over the rule with float64 aggregation."""
         dim, eps = 24, 1e-5
-        sites = [
-            AttnResSite(
-                norm_weight=randn(dim, seed=s), proj_weight=randn(1, dim, seed=s + 1), eps=eps
-            )
-            for s in range(0, 38, 2)
-        ]
+        weights = [(randn(dim, seed=s), randn(1, dim, seed=s + 1)) for s in range(0, 38, 2)]
+        norm = randn(dim, seed=49)
         embedded = randn(6, dim, seed=50)
         updates = [randn(6, dim, seed=60 + i) for i in range(18)]
         state = AttnResState(embedded, 4)
         bank, running = [], embedded.double()
 
-        def wanted_at(site):
-            rows = [*bank, running]
-            return oracle.aggregate(rows, site.norm_weight.double(), site.proj_weight.double(), eps)
+        def check(got, at, *, mix=True):
+            wanted = running
+            if mix:
+                rows = [*bank, running]
+                wanted = oracle.aggregate(rows, *(w.double() for w in weights[at]), eps)
+            wanted = oracle.rms(wanted, norm.double(), 1e-6)
+            torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-5)
+
+        def site(at):
+            return AttnResSite.create(*weights[at], eps)
 
         for layer in range(9):
-            got = state.enter(layer, sites[2 * layer]).double()
-            wanted = wanted_at(sites[2 * layer]) if bank else running
-            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+            got = state.enter(layer, site(2 * layer), norm, 1e-6)
+            check(got, 2 * layer, mix=bool(bank))
             if layer % 4 == 0:
                 bank.append(running)
                 running = None
             state.add(updates[2 * layer])
             step = updates[2 * layer].double()
             running = step if running is None else running + step
-            got = state.aggregate(sites[2 * layer + 1]).double()
-            torch.testing.assert_close(got, wanted_at(sites[2 * layer + 1]), rtol=1e-5, atol=1e-5)
+            check(state.aggregate(site(2 * layer + 1), norm, 1e-6), 2 * layer + 1)
             state.add(updates[2 * layer + 1])
             running = running + updates[2 * layer + 1].double()
-        assert len(state.bank) == len(bank) == 3
-        torch.testing.assert_close(
-            state.aggregate(sites[18]).double(), wanted_at(sites[18]), rtol=1e-5, atol=1e-5
-        )
+        assert state.num_rows == len(bank) == 3
+        check(state.aggregate(site(18), norm, 1e-6), 18)
 
 
 class TestBatchInvariant:

@@ -2,9 +2,10 @@
 
 Each token carries a bank of finished block sums and the running sum of the current block. A site
 aggregates them: score_r = rmsnorm(v_r) * norm_w . proj_w, p = softmax over rows, h = sum p_r v_r
-(v_r raw). At layers 0, B, 2B, ... the running sum moves into the bank and a new one begins.
+(v_r raw). At layers 0, B, 2B, ... the running sum moves into the bank and a new one begins. Every
+aggregation is followed by an RMSNorm, so a site is computed together with it.
 
-Shapes: T tokens, D hidden, R bank rows plus the running sum.
+Shapes: N tokens, D hidden, R bank rows beside the running sum.
 """
 
 from __future__ import annotations
@@ -13,55 +14,96 @@ import dataclasses
 
 import torch
 
+from moe_comm.model.layers.norm import rms_norm
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttnResSite:
-    """One aggregation site: norm_weight [D], proj_weight [1, D]."""
+    """One aggregation site. `score_weight` [D] fp32: its norm's weight times its projection, which
+    is all that the scores need."""
 
-    norm_weight: torch.Tensor
-    proj_weight: torch.Tensor
+    score_weight: torch.Tensor
     eps: float
 
-    def forward(self, bank: list[torch.Tensor], running: torch.Tensor) -> torch.Tensor:
-        """Bank rows and the running sum, each [T, D], to [T, D]; fp32 inside, rounded once."""
-        weight = self.norm_weight.float() * self.proj_weight.float().view(-1)
+    @classmethod
+    def create(cls, norm: torch.Tensor, proj: torch.Tensor, eps: float) -> AttnResSite:
+        """From the tensors on disk: norm [D] and proj [1, D]."""
+        return cls(score_weight=norm.float() * proj.float().view(-1), eps=eps)
+
+    def forward(self, bank: torch.Tensor, running: torch.Tensor) -> torch.Tensor:
+        """Bank [R, N, D] and running sum [N, D] to the mixture [N, D]; fp32 inside, rounded once.
+        With an empty bank that is the running sum itself."""
+        if not bank.shape[0]:
+            return running
         rows = [row.float() for row in (*bank, running)]
-        scores = torch.stack(
-            [
-                (row * weight).sum(dim=-1) * torch.rsqrt(row.square().mean(dim=-1) + self.eps)
-                for row in rows
-            ],
-            dim=-1,
-        )
+        scores = torch.stack([self._score(row) for row in rows], dim=-1)
         p = torch.softmax(scores, dim=-1)
         mixed = rows[0] * p[:, 0:1]
         for i, row in enumerate(rows[1:], start=1):
             mixed = mixed + row * p[:, i : i + 1]
         return mixed.to(running.dtype)
 
+    def _score(self, row: torch.Tensor) -> torch.Tensor:
+        scale = torch.rsqrt(row.square().mean(dim=-1) + self.eps)
+        score: torch.Tensor = (row * self.score_weight).sum(dim=-1) * scale
+        return score
+
 
 class AttnResState:
-    """The bank and the running sum of one forward pass."""
+    """The bank, the running sum, and an update not yet added to it, of one forward pass."""
 
     def __init__(self, embedded: torch.Tensor, block_size: int) -> None:
-        self.bank: list[torch.Tensor] = []
-        self.running: torch.Tensor | None = embedded
+        self.bank = embedded.new_empty(0, *embedded.shape)
+        self._running: torch.Tensor | None = embedded
+        self._update: torch.Tensor | None = None
         self._block_size = block_size
 
-    def enter(self, layer: int, site: AttnResSite) -> torch.Tensor:
-        """The attention input of `layer` (from 0); starts a new block where one is due."""
-        assert self.running is not None, "a layer left no running sum"
-        hidden = site.forward(self.bank, self.running) if self.bank else self.running
+    @property
+    def num_rows(self) -> int:
+        """R, the bank's rows."""
+        return self.bank.shape[0]
+
+    def enter(
+        self, layer: int, site: AttnResSite, norm_weight: torch.Tensor, norm_eps: float
+    ) -> torch.Tensor:
+        """The normed attention input of `layer` (from 0); starts a new block where one is due."""
+        normed = self.aggregate(site, norm_weight, norm_eps)
         if layer % self._block_size == 0:
-            self.bank.append(self.running)
-            self.running = None
-        return hidden
+            assert self._running is not None, "aggregate leaves a running sum"
+            self.bank = torch.cat([self.bank, self._running.unsqueeze(0)])
+            self._running = None
+        return normed
 
     def add(self, update: torch.Tensor) -> None:
-        """Add an attention or MLP output to the running sum."""
-        self.running = update if self.running is None else self.running + update
+        """Add an attention or MLP output to the running sum, when that is next read."""
+        assert self._update is None, "two updates without an aggregation between them"
+        self._update = update
 
-    def aggregate(self, site: AttnResSite) -> torch.Tensor:
-        """The MLP input of a layer, or the input of the final norm."""
-        assert self.running is not None, "aggregate before the layer's attention was added"
-        return site.forward(self.bank, self.running)
+    def aggregate(
+        self, site: AttnResSite, norm_weight: torch.Tensor, norm_eps: float
+    ) -> torch.Tensor:
+        """rmsnorm(site(bank, running sum)) [N, D]: the input of an MLP, or of the head."""
+        if self.bank.is_cuda:
+            from moe_comm.kernels.attn_res_norm import attn_res_norm
+
+            normed, self._running = attn_res_norm(
+                self.bank,
+                self.num_rows,
+                self._running,
+                self._update,
+                site.score_weight,
+                norm_weight,
+                site_eps=site.eps,
+                norm_eps=norm_eps,
+            )
+            self._update = None
+            return normed
+        running = self._sum()
+        self._running, self._update = running, None
+        return rms_norm(site.forward(self.bank, running), norm_weight, norm_eps)
+
+    def _sum(self) -> torch.Tensor:
+        if self._update is None:
+            assert self._running is not None, "a block without any output"
+            return self._running
+        return self._update if self._running is None else self._running + self._update

@@ -19,7 +19,7 @@ import torch
 
 from moe_comm.model.layers import kda_fla, kda_ops
 from moe_comm.model.layers.linear import Numerics, linear
-from moe_comm.model.layers.norm import l2_norm, rms_norm
+from moe_comm.model.layers.norm import gated_rms_norm, l2_norm
 from moe_comm.model.layers.sequence_plan import Piece, SequencePlan
 from moe_comm.model.layers.short_conv import short_conv
 from moe_comm.model.parallel import Parallel, row_parallel
@@ -104,9 +104,9 @@ class Kda:
             beta=linear(x, self.b, mix),
         )
         out = self._delta_rule(inputs, plan, state.recurrent)
-        gate = torch.sigmoid(linear(x, self.g, mix).float()).view(num, heads, self.v_head_dim)
-        normed = rms_norm(out.float(), self.o_norm, self.eps) * gate
-        return row_parallel(normed.to(x.dtype).view(num, -1), self.o, mix, parallel)
+        gate = linear(x, self.g, mix).view(num, heads, self.v_head_dim)
+        normed = gated_rms_norm(out, self.o_norm, gate, self.eps)
+        return row_parallel(normed.view(num, -1), self.o, mix, parallel)
 
     def _delta_rule(
         self, inputs: KdaInputs, plan: SequencePlan, states: torch.Tensor

@@ -16,9 +16,25 @@ from moe_comm.model.parallel import Parallel, row_parallel
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., D] over its last axis times weight [D]; x's dtype."""
+    if x.is_cuda:
+        from moe_comm.kernels import rms_norm as kernel
+
+        return kernel.rms_norm(x.contiguous(), weight, eps)
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     return (wide * scale * weight.float()).to(x.dtype)
+
+
+def gated_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """rms_norm(x) * sigmoid(gate), x and gate [N, H, V], weight [V] for every head; x's dtype,
+    rounded once."""
+    if x.is_cuda:
+        from moe_comm.kernels import rms_norm as kernel
+
+        return kernel.gated_rms_norm(x.contiguous(), weight, gate.contiguous(), eps)
+    return (rms_norm(x.float(), weight, eps) * torch.sigmoid(gate.float())).to(x.dtype)
 
 
 def l2_norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
@@ -49,7 +65,10 @@ class Mlp:
 
     def hidden(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden] to the activated intermediate [T, I]."""
-        gate, up = linear(x, self.gate_up, self.numerics).chunk(2, dim=-1)
+        both = linear(x, self.gate_up, self.numerics)
+        if both.is_cuda and both.dtype == torch.bfloat16:
+            return _situ_on_gpu(both, beta=self.beta, linear_beta=self.linear_beta)
+        gate, up = both.chunk(2, dim=-1)
         return situ_and_mul(
             gate.contiguous(), up.contiguous(), beta=self.beta, linear_beta=self.linear_beta
         )
@@ -57,3 +76,16 @@ class Mlp:
     def forward(self, x: torch.Tensor, parallel: Parallel) -> torch.Tensor:
         """x [T, hidden] to [T, hidden], summed over the tensor-parallel group."""
         return row_parallel(self.hidden(x), self.down, self.numerics, parallel)
+
+
+def _situ_on_gpu(gate_up: torch.Tensor, *, beta: float, linear_beta: float) -> torch.Tensor:
+    """situ_and_mul of [T, 2 I] in one pass."""
+    from moe_comm.kernels.expert_gemm_activate import activate_rows
+    from moe_comm.kernels.situ import Activation
+
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    # The count lives on the device there; filling it, unlike copying it, can be captured.
+    count = torch.full((1,), rows, dtype=torch.int32, device=gate_up.device)
+    out = gate_up.new_empty(rows, width)
+    activation = Activation(kind="situ", beta=beta, linear_beta=linear_beta)
+    return activate_rows(gate_up, count, activation=activation, out=out)

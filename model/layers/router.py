@@ -50,6 +50,16 @@ class Router:
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The same from logits [T, E] fp32."""
+        if logits.is_cuda and self.num_groups == 1:
+            from moe_comm.kernels.router_topk import router_topk
+
+            return router_topk(
+                logits,
+                self.bias,
+                top_k=self.top_k,
+                renormalize=self.renormalize,
+                scaling=self.scaling,
+            )
         scores = torch.sigmoid(logits)
         choice = scores + self.bias
         if self.num_groups > 1:

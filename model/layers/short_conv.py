@@ -25,6 +25,18 @@ def short_conv(
     `state` [num_slots, C, W - 1] is read and updated in place at the batch's slots. Any length
     is fine, also one shorter than W - 1. Sums are in fp32, taps in order.
     """
+    if x.is_cuda:
+        from moe_comm.kernels import short_conv as kernel
+
+        return kernel.short_conv(
+            x,
+            weight,
+            state,
+            plan.batch.slots,
+            plan.batch.cu_seqlens,
+            plan.seq_of_token,
+            all_single=plan.all_single,
+        )
     width = weight.shape[1]
     slots = plan.batch.slots
     remembered, new, kept = plan.window_rows(width)
