@@ -1,0 +1,211 @@
+"""Timing loops: dispatch, combine and round trip of one subject, per rank, in microseconds.
+
+On a CPU: a barrier, then the wall clock around the call. On CUDA: events on the stream, either
+around eager calls after a barrier, or inside a captured graph of several back-to-back pairs, so
+that neither the host nor the launch is in the figure.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from moe_comm.launch.worker import Ranks
+
+# Pairs of dispatch and combine in one captured graph; one more runs ahead of them, untimed.
+GRAPH_PAIRS = 10
+# Larger than any L2 so far (H200: 50 MB).
+_FLUSH_BYTES = 256 << 20
+
+
+class Subject(Protocol):
+    """What is timed: the two halves of one MoE layer's communication."""
+
+    def dispatch(self) -> Any:
+        """Rows to their experts; returns what combine needs."""
+
+    def combine(self, arrived: Any) -> Tensor:
+        """Rows back to their tokens."""
+
+
+Samples = dict[str, list[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """Of one phase over all ranks: pooled percentiles, and the slowest rank's own median."""
+
+    samples: int
+    p50_us: float
+    p99_us: float
+    slowest_rank_p50_us: float
+
+    @classmethod
+    def of(cls, per_rank: Sequence[Sequence[float]]) -> Statistics:
+        """Summarise each rank's samples."""
+        pooled = [sample for samples in per_rank for sample in samples]
+        return cls(
+            samples=len(pooled),
+            p50_us=percentile(pooled, 50),
+            p99_us=percentile(pooled, 99),
+            slowest_rank_p50_us=max(percentile(samples, 50) for samples in per_rank),
+        )
+
+
+def percentile(samples: Sequence[float], percent: float) -> float:
+    """Linear interpolation between the two nearest samples. Raises ValueError without samples."""
+    if not samples:
+        raise ValueError("samples: expected at least one, got none")
+    ordered = sorted(samples)
+    position = (len(ordered) - 1) * percent / 100
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def time_host(subject: Subject, ranks: Ranks, *, iters: int, warmup: int) -> Samples:
+    """Wall clock, for devices whose calls return when they are done. Collective."""
+    samples: Samples = {"dispatch": [], "combine": [], "round_trip": []}
+    for index in range(warmup + iters):
+        ranks.barrier(what="dispatch")
+        start = time.perf_counter()
+        arrived = subject.dispatch()
+        middle = time.perf_counter()
+        ranks.barrier(what="combine")
+        resumed = time.perf_counter()
+        subject.combine(arrived)
+        end = time.perf_counter()
+        if index >= warmup:
+            samples["dispatch"].append((middle - start) * 1e6)
+            samples["combine"].append((end - resumed) * 1e6)
+    for index in range(warmup + iters):
+        ranks.barrier(what="round trip")
+        start = time.perf_counter()
+        subject.combine(subject.dispatch())
+        if index >= warmup:
+            samples["round_trip"].append((time.perf_counter() - start) * 1e6)
+    return samples
+
+
+def time_eager(
+    subject: Subject, ranks: Ranks, *, iters: int, warmup: int, flush_l2: bool
+) -> Samples:
+    """CUDA events around eager calls, ranks aligned by a host barrier. Collective."""
+    flush = _flusher(ranks.device, enabled=flush_l2)
+    marks = []
+    for index in range(warmup + iters):
+        flush()
+        torch.cuda.synchronize(ranks.device)
+        ranks.gather(None, what="dispatch")
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        _record_pair(subject, events)
+        if index >= warmup:
+            marks.append(events)
+    torch.cuda.synchronize(ranks.device)
+    return _read_marks(marks)
+
+
+def time_graph(
+    subject: Subject, ranks: Ranks, *, iters: int, warmup: int, flush_l2: bool
+) -> Samples:
+    """CUDA events inside a captured graph of GRAPH_PAIRS back-to-back pairs. Collective.
+
+    The first pair of each replay absorbs the ranks' skew and is not counted.
+    """
+    device = ranks.device
+    flush = _flusher(device, enabled=flush_l2)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(max(warmup, 3)):
+            subject.combine(subject.dispatch())
+    torch.cuda.synchronize(device)
+    marks = [
+        [torch.cuda.Event(enable_timing=True, external=True) for _ in range(3)]
+        for _ in range(GRAPH_PAIRS + 1)
+    ]
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: NCCL's watchdog queries events from a thread of its own meanwhile.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for events in marks:
+            flush()
+            _record_pair(subject, events)
+    samples: Samples = {"dispatch": [], "combine": [], "round_trip": []}
+    replays = math.ceil(iters / GRAPH_PAIRS)
+    for index in range(1 + replays):
+        torch.cuda.synchronize(device)
+        ranks.gather(None, what="graph replay")
+        with torch.cuda.stream(stream):
+            graph.replay()
+        torch.cuda.synchronize(device)
+        if index > 0:
+            for phase, values in _read_marks(marks[1:]).items():
+                samples[phase] += values
+    return samples
+
+
+def time_calls(
+    call: Callable[[], object], ranks: Ranks, *, iters: int, warmup: int, graph: bool
+) -> list[float]:
+    """One call alone, the way its device is timed: for the limits. Collective."""
+    subject = _Alone(call)
+    if ranks.device.type != "cuda":
+        samples = []
+        for index in range(warmup + iters):
+            ranks.barrier(what="limit")
+            start = time.perf_counter()
+            call()
+            if index >= warmup:
+                samples.append((time.perf_counter() - start) * 1e6)
+        return samples
+    timer = time_graph if graph else time_eager
+    return timer(subject, ranks, iters=iters, warmup=warmup, flush_l2=False)["dispatch"]
+
+
+class _Alone:
+    """A subject whose dispatch is the call, and whose combine is nothing."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+        self._nothing = torch.empty(0)
+
+    def dispatch(self) -> Any:
+        return self._call()
+
+    def combine(self, arrived: Any) -> Tensor:
+        del arrived
+        return self._nothing
+
+
+def _record_pair(subject: Subject, events: Sequence[torch.cuda.Event]) -> None:
+    events[0].record()
+    arrived = subject.dispatch()
+    events[1].record()
+    subject.combine(arrived)
+    events[2].record()
+
+
+def _read_marks(marks: Sequence[Sequence[torch.cuda.Event]]) -> Samples:
+    """Microseconds of each phase; elapsed_time gives milliseconds."""
+    return {
+        "dispatch": [e[0].elapsed_time(e[1]) * 1e3 for e in marks],
+        "combine": [e[1].elapsed_time(e[2]) * 1e3 for e in marks],
+        "round_trip": [e[0].elapsed_time(e[2]) * 1e3 for e in marks],
+    }
+
+
+def _flusher(device: torch.device, *, enabled: bool) -> Callable[[], None]:
+    if not enabled:
+        return lambda: None
+    scratch = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
+
+    def flush() -> None:
+        scratch.zero_()
+
+    return flush
