@@ -106,6 +106,23 @@ def plain_table(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(text)
 
 
+def check_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Comparisons and wrong elements of each backend, wire and phase."""
+    totals: dict[tuple[str, str, str], list[int]] = {}
+    for row in rows:
+        key = (f"{row['backend']}:{row['mode']}", row["wire"], row["phase"])
+        total = totals.setdefault(key, [0, 0])
+        total[0] += 1
+        total[1] += row["wrong"] or 0
+    titles = ("backend", "wire", "phase", "comparisons", "wrong")
+    lines = [titles, *((*key, str(n), str(wrong)) for key, (n, wrong) in totals.items())]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(titles))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
 def _print_rich(lines: Sequence[Sequence[str]]) -> None:
     # Imported by rank 0 alone, and only where somebody looks.
     from rich.console import Console

@@ -143,27 +143,22 @@ def _body(ranks: Ranks, plan: Plan, given: dict[str, Any]) -> int:
     )
     if ranks.is_first:
         report_mismatches(outcome)
-        write_outputs(document, given, footer=summary(document["rows"]))
+        if write_files(document, given):
+            report.print_table(document, summary(document["rows"]))
     return WRONG if any(row.wrong for row in outcome.rows) else 0
 
 
-def write_outputs(
-    document: dict[str, Any], given: dict[str, Any], *, footer: Sequence[str]
-) -> None:
-    """The table on stdout, unless stdout was asked for otherwise, and the files."""
-    texts = {
-        "csv_file": report.csv_text,
-        "markdown_file": report.markdown,
-    }
-    if "-" not in (given["json_file"], *(given[name] for name in texts)):
-        report.print_table(document, footer)
+def write_files(document: dict[str, Any], given: dict[str, Any]) -> bool:
+    """Write what was asked for; True where stdout is free for the table."""
     if given["json_file"]:
         results.write_json(given["json_file"], document)
-    for name, text in texts.items():
+    texts = (("csv_file", report.csv_text), ("markdown_file", report.markdown))
+    for name, text in texts:
         if given[name] == "-":
             print(text(document), end="")
         elif given[name]:
             Path(given[name]).write_text(text(document))
+    return "-" not in (given["json_file"], given["csv_file"], given["markdown_file"])
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -187,13 +182,13 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
             parts.append(f"{base['remote_bytes'] / row['remote_bytes']:.2f}x fewer remote bytes")
         if row["slowest_rank_p50_us"] and base["slowest_rank_p50_us"]:
             ratio = base["slowest_rank_p50_us"] / row["slowest_rank_p50_us"]
-            parts.append(f"{ratio:.2f}x its speed")
-        raw = row["params"].get("raw_all_to_all_us")
+            parts.append(f"{ratio:.2f}x faster" if ratio >= 1 else f"{1 / ratio:.2f}x slower")
+        raw, more = row["params"].get("raw_all_to_all_us"), ""
         if raw and row["slowest_rank_p50_us"]:
             against = row["slowest_rank_p50_us"] / raw
-            parts.append(f"{against:.2f}x the time of a raw all_to_all of the same bytes")
+            more = f"; {against:.2f}x the time of a raw all_to_all_single of its bytes"
         if parts:
-            lines.append(f"# {name}: against per-expert {', '.join(parts)}")
+            lines.append(f"# {name}: {', '.join(parts)} than per-expert{more}")
     checked = [row["wrong"] for row in rows if row["wrong"] is not None]
     if checked:
         lines.append(f"# wrong elements: {sum(checked)} in {len(checked)} checked rows")
