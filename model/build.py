@@ -78,6 +78,7 @@ class Builder:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.config, self.source = config, source
         self.parallel, self.numerics = parallel, numerics
         self.device, self.dtype = device, dtype
@@ -235,4 +236,5 @@ class Builder:
             experts=experts,
             eps=config.rms_norm_eps,
             numerics=self.numerics,
+            stream=self._stream,
         )

@@ -30,7 +30,7 @@ def load(name):
 oracle, cases = load("model_oracle.py"), load("model_cases.py")
 CONFIG = K3Config.preset("k3-tiny")
 LAYER = 1
-FORMS = ["recurrent", "chunked", "auto"]
+FORMS = ["recurrent", "chunked", "auto", "torch"]
 
 
 def rule_inputs(num, heads=3, width=12, v_width=20, seed=0):

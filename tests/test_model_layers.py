@@ -193,7 +193,7 @@ class TestBatchInvariant:
     def test_bad_options(self):
         with pytest.raises(ValueError, match="row_tile: expected at least 1, got 0"):
             Numerics(row_tile=0)
-        with pytest.raises(ValueError, match="kda: expected auto"):
+        with pytest.raises(ValueError, match="kda: expected one of auto"):
             Numerics(kda="fast")
 
 

@@ -35,7 +35,7 @@ class AttnResSite:
         With an empty bank that is the running sum itself."""
         if not bank.shape[0]:
             return running
-        rows = [row.float() for row in (*bank, running)]
+        rows: list[torch.Tensor] = [row.float() for row in (*bank, running)]
         scores = torch.stack([self._score(row) for row in rows], dim=-1)
         p = torch.softmax(scores, dim=-1)
         mixed = rows[0] * p[:, 0:1]

@@ -113,7 +113,7 @@ class Kda:
     ) -> torch.Tensor:
         """[N, H, V]; picks the form for each sequence and updates `states`."""
         form = self.numerics.kda
-        if form == "auto" and self.numerics.batch_invariant:
+        if form in ("auto", "torch") and self.numerics.batch_invariant:
             form = "chunked"
         slots = plan.batch.slots
         on_gpu = inputs.q.is_cuda and form == "auto"
@@ -121,7 +121,7 @@ class Kda:
             step = self._fla_step if on_gpu else self._torch_step
             return step(inputs, states, slots)
         out = torch.empty_like(inputs.v)
-        single, passes = plan.passes(split_single=form == "auto")
+        single, passes = plan.passes(split_single=form in ("auto", "torch"))
         if single:
             rows = torch.tensor([p.start for p in single], device=slots.device)
             seqs = torch.tensor([p.seq for p in single], device=slots.device)

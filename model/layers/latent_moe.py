@@ -7,7 +7,9 @@
   out    = up(rmsnorm(latent)) + shared(x)
 
 The norm is not linear: it runs once, on fully combined rows. The shared experts work on the full
-width; their first product overlaps the dispatch, their second one the combine.
+width; their first product overlaps the dispatch, their second one the combine. On a GPU the
+communicator's launches go to a stream of their own for that, forked from and joined to the current
+one, which a graph capture follows.
 
 The tokens of a tensor-parallel group are cut into disjoint slices before routing, one a rank, and
 everything above runs on the slice: every token is dispatched once over all ranks, and nothing is
@@ -19,8 +21,9 @@ Shapes: N tokens of the tensor-parallel group, T of this rank's slice, D hidden,
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -38,7 +41,8 @@ Experts = Callable[[Dispatched], torch.Tensor]
 class LatentMoe:
     """Weights, whole on every rank except the experts: down [L, D], up [D, L], norm [L].
 
-    `experts` maps Dispatched to rows [n, L] grouped by local expert.
+    `experts` maps Dispatched to rows [n, L] grouped by local expert. `stream` is for the
+    communicator's launches; None: the current one.
     """
 
     router: Router
@@ -49,6 +53,7 @@ class LatentMoe:
     experts: Experts
     eps: float
     numerics: Numerics
+    stream: torch.cuda.Stream | None = None
 
     def forward(
         self,
@@ -91,17 +96,46 @@ class LatentMoe:
         idx, weights = self.router.forward(x)
         if on_routing is not None:
             on_routing(idx, weights)
-        sending = comm.dispatch(
-            linear(x, self.down, self.numerics), idx, weights, bucket=bucket, async_op=True
-        )
+        z = linear(x, self.down, self.numerics)
+        with _send(self.stream):
+            sending = comm.dispatch(z, idx, weights, bucket=bucket, async_op=True)
         hidden = self.shared.hidden(x)
-        received = sending.wait()
+        with _receive(self.stream):
+            received = sending.wait()
         rows = self.experts(received)
         if self.numerics.batch_invariant:
             # On the wire "none" the partial sums keep this precision, so the number of ranks that
             # share a token's experts does not show in the result.
             rows = rows.double()
-        returning = comm.combine(rows, received.handle, async_op=True)
+        with _send(self.stream):
+            returning = comm.combine(rows, received.handle, async_op=True)
         shared = linear(hidden, self.shared.down, self.numerics)
-        latent = returning.wait().to(x.dtype)
+        with _receive(self.stream):
+            combined = returning.wait()
+        latent = combined.to(x.dtype)
         return linear(rms_norm(latent, self.norm_weight, self.eps), self.up, self.numerics) + shared
+
+
+# Memory that one stream allocates and the other uses needs no record_stream: each fork waits for
+# everything that the current stream has enqueued, each join the other way round, and what is shared
+# lives until the join.
+@contextlib.contextmanager
+def _send(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Enqueue on `stream`, after what the current stream has so far."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+@contextlib.contextmanager
+def _receive(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Enqueue on `stream`, behind the send half alone; the current stream then waits for it."""
+    if stream is None:
+        yield
+        return
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream(stream.device).wait_stream(stream)

@@ -12,12 +12,12 @@ Shapes: T rows, K inputs, N outputs.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 
-KdaForm = Literal["auto", "recurrent", "chunked"]
+KdaForm = Literal["auto", "torch", "recurrent", "chunked"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,9 @@ class Numerics:
       for telling a state fault from rounding.
     - `row_tile`: rows of one tile in that mode.
     - `kda`: "recurrent" (token by token), "chunked" (the 64-token form, also for one token), or
-      "auto": recurrent for one token, else chunked, or fla-core's kernels on a GPU. The two forms
-      round differently. With `batch_invariant`, "auto" means "chunked" on every device.
+      "auto": recurrent for one token, else chunked; on a GPU with fla-core's kernels. "torch": the
+      same without them. The two forms round differently. With `batch_invariant`, "auto" and "torch"
+      mean "chunked".
     """
 
     batch_invariant: bool = False
@@ -39,8 +40,9 @@ class Numerics:
     def __post_init__(self) -> None:
         if self.row_tile < 1:
             raise ValueError(f"row_tile: expected at least 1, got {self.row_tile}")
-        if self.kda not in ("auto", "recurrent", "chunked"):
-            raise ValueError(f"kda: expected auto, recurrent or chunked, got {self.kda!r}")
+        if self.kda not in get_args(KdaForm):
+            expected = ", ".join(get_args(KdaForm))
+            raise ValueError(f"kda: expected one of {expected}, got {self.kda!r}")
 
 
 def tiled_matmul(x: torch.Tensor, weight: torch.Tensor, *, row_tile: int) -> torch.Tensor:

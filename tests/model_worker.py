@@ -1,0 +1,176 @@
+"""One rank of the whole-model tests: `python model_worker.py CASE DIRECTORY RANK SIZE`.
+
+Each case saves a file `CASE-RANK.pt` into DIRECTORY, where `checkpoint/` holds the weights. A
+process of its own, so that every rank has its own default group, as in real use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from model_cases import State, random_tokens
+
+from moe_comm import create_communicator
+from moe_comm.model.config import K3Config
+from moe_comm.model.layers.linear import Numerics
+from moe_comm.model.loading import load_model
+from moe_comm.model.parallel import Parallel
+from moe_comm.model.transformer import ep_config
+
+# (ranks, tensor-parallel size); the first is the one that others are compared with.
+LAYOUTS = ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4))
+# Requests: name -> lengths of its chunks. Three of them, so that with four data-parallel groups one
+# rank is idle throughout; chunks of one token, chunks shorter than the convolution, ends off the
+# grid, and steps in which a request has no part.
+REQUESTS = {
+    "a": (64, 2, 1, 1),
+    "b": (5, 0, 60, 1),
+    "c": (1, 2, 0, 3),
+}
+CAPACITY = 32  # below the largest step: slices go through the communicator in rounds
+
+
+def tiny() -> K3Config:
+    """k3-tiny with fewer experts, so that six models load in seconds."""
+    return dataclasses.replace(K3Config.preset("k3-tiny"), num_experts=64, num_experts_per_token=8)
+
+
+def tokens_of(config: K3Config, name: str) -> list[int]:
+    return random_tokens(config, sum(REQUESTS[name]), seed=ord(name))
+
+
+class Run:
+    """One model and its state; collects logits and routes by request, token by token."""
+
+    def __init__(self, model, parallel):
+        self.model, self.parallel = model, parallel
+        self.state = State(model.layout(page_size=16))
+        self.logits: dict[str, list[torch.Tensor]] = {}
+        self.routes: dict[str, list[tuple[int, int, list[int]]]] = {}
+
+    def step(self, parts, bucket):
+        """parts: (name, tokens). Routes are kept of this rank's slice alone: (position, layer,
+        sorted ids)."""
+        owners = []
+        for name, tokens in parts:
+            at = self.state.tenants[name][2] if name in self.state.tenants else 0
+            owners += [(name, at + i) for i in range(len(tokens))]
+        first, last = self.parallel.token_slice(len(owners))
+        mine, seen = owners[first:last], {}
+
+        def observe(layer, kind, tensor):
+            if kind == "topk_idx":
+                start = seen.get(layer, 0)
+                for (name, position), ids in zip(mine[start:], tensor.tolist(), strict=False):
+                    self.routes.setdefault(name, []).append((position, layer, sorted(ids)))
+                seen[layer] = start + tensor.shape[0]
+
+        batch = self.state.batch(parts, bucket=bucket)
+        logits = self.model.forward(batch, all_logits=True, observer=observe)
+        assert all(count == len(mine) for count in seen.values()), "a token was routed twice"
+        for (name, _), row in zip(owners, logits, strict=True):
+            self.logits.setdefault(name, []).append(row.clone())
+
+    def result(self):
+        return {
+            "logits": {n: torch.stack(rows) for n, rows in self.logits.items()},
+            "routes": self.routes,
+            "recurrent": {
+                n: self.state.pool.recurrent[:, tenant[0]].clone()
+                for n, tenant in self.state.tenants.items()
+            },
+            "tp_rank": self.parallel.tp_rank,
+        }
+
+
+def make(directory, config, numerics, parallel, capacity=CAPACITY):
+    shape = ep_config(config, max_tokens_per_rank=capacity, numerics=numerics)
+    comm = create_communicator(shape, parallel.ep_group)
+    return load_model(
+        directory / "checkpoint", config, comm=comm, parallel=parallel, numerics=numerics
+    ), comm
+
+
+def placements(directory, rank, numerics):
+    """Every layout of LAYOUTS in turn, on the first of the ranks; teacher-forced steps."""
+    config, out = K3Config.from_checkpoint(directory / "checkpoint"), {}
+    for size, tp in LAYOUTS:
+        group = dist.new_group(list(range(size)))
+        if rank >= size:
+            continue
+        parallel = Parallel.create(tp, group)
+        model, comm = make(directory, config, numerics, parallel)
+        run = Run(model, parallel)
+        names = [n for i, n in enumerate(REQUESTS) if i % parallel.dp_size == parallel.dp_rank]
+        for step in range(4):
+            parts = []
+            for name in names:
+                begin = sum(REQUESTS[name][:step])
+                length = REQUESTS[name][step]
+                if length:
+                    parts.append((name, tokens_of(config, name)[begin : begin + length]))
+            run.step(parts, bucket=128)
+        comm.check()
+        out[size, tp] = run.result()
+        comm.destroy()
+    return out
+
+
+def case_fast(directory, rank):
+    return placements(directory, rank, Numerics())
+
+
+def case_invariant(directory, rank):
+    return placements(directory, rank, Numerics(batch_invariant=True))
+
+
+def case_splits(directory, rank):
+    """One rank: 68 tokens at once, and prefills of 63, 64, 65 followed by decode."""
+    del rank
+    config, out = K3Config.from_checkpoint(directory / "checkpoint"), {}
+    tokens = random_tokens(config, 68, seed=5)
+    other = random_tokens(config, 30, seed=6)
+    for name, numerics in (
+        ("fast", Numerics()),
+        ("chunked", Numerics(batch_invariant=True, kda="chunked")),
+        ("recurrent", Numerics(batch_invariant=True, kda="recurrent")),
+    ):
+        parallel = Parallel.create(1)
+        model, comm = make(directory, config, numerics, parallel, capacity=128)
+        for cut in (68, 63, 64, 65):
+            run = Run(model, parallel)
+            run.step([("a", tokens[:cut])], bucket=128)
+            for i in range(cut, 68):
+                run.step([("a", tokens[i : i + 1])], bucket=128)
+            out[name, cut] = run.result()
+        run = Run(model, parallel)
+        run.step([("b", other[:9]), ("a", tokens[:64]), ("c", other[:1])], bucket=128)
+        run.step([("c", other[1:20]), ("a", tokens[64:]), ("b", other[9:10])], bucket=128)
+        out[name, "crowd"] = run.result()
+        comm.destroy()
+    return out
+
+
+def main() -> None:
+    case, directory, rank, size = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/{case}-store",
+        rank=rank,
+        world_size=int(size),
+        timeout=datetime.timedelta(seconds=120),
+    )
+    result = globals()[f"case_{case}"](directory, rank)
+    torch.save(result, directory / f"{case}-{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
