@@ -5,7 +5,7 @@ Shape legend: H hidden (K3: the 3584-wide latent), I intermediate width, L local
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,6 +13,13 @@ from torch import Tensor
 from moe_comm.kernels import mxfp4_format, mxfp4_tiles
 
 LAYOUTS = ("rows", "tiles", "humming")
+
+
+@dataclass(kw_only=True)
+class ScaleRange:
+    """The largest scale byte put so far: what a kernel may assume of all weights."""
+
+    largest: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,6 +34,7 @@ class ExpertWeights:
             its own.
         w2, w2_scale: the same of [H, I].
         w13_bias [L, 2 I], w2_bias [L, H]: bfloat16, or None.
+        scale_range: kept by `put` for layout "tiles".
     """
 
     layout: str
@@ -39,6 +47,7 @@ class ExpertWeights:
     w2_scale: Tensor
     w13_bias: Tensor | None = None
     w2_bias: Tensor | None = None
+    scale_range: ScaleRange = field(default_factory=ScaleRange)
 
     @classmethod
     def empty(
@@ -109,7 +118,8 @@ class ExpertWeights:
         """Fill one expert from (packed, scales) pairs in checkpoint form, on this device.
 
         gate, up: [I, H / 2] and [I, H / 32]; down: [H, I / 2] and [H, I / 32]; biases [I], [I],
-        [H]. Temporaries stay within the size of one expert.
+        [H]. Temporaries stay within the size of one expert; layout
+        tiles synchronizes with the device.
         """
         if not 0 <= slot < self.num_experts:
             raise ValueError(f"slot: expected 0 to {self.num_experts - 1}, got {slot}")
@@ -126,6 +136,9 @@ class ExpertWeights:
 
             expert_gemm_humming.put(self, slot, gate, up, down)
         else:
+            if self.layout == "tiles":
+                largest = max(int(pair[1].max()) for pair in (gate, up, down))
+                self.scale_range.largest = max(self.scale_range.largest, largest)
             top, bottom = slice(0, self.inter), slice(self.inter, 2 * self.inter)
             _put(self.layout, self.w13[slot], self.w13_scale[slot], top, gate)
             _put(self.layout, self.w13[slot], self.w13_scale[slot], bottom, up)

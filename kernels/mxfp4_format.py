@@ -44,7 +44,8 @@ def pack_codes(codes: Tensor) -> Tensor:
     if codes.shape[-1] % 2:
         raise ValueError(f"codes: expected an even last dimension, got {tuple(codes.shape)}")
     pairs = codes.unflatten(-1, (-1, 2))
-    return pairs[..., 0] | (pairs[..., 1] << 4)
+    packed: Tensor = pairs[..., 0] | (pairs[..., 1] << 4)
+    return packed
 
 
 def unpack_codes(packed: Tensor) -> Tensor:

@@ -1,0 +1,380 @@
+"""The grouped expert MLP in Triton: MXFP4 weights dequantized in registers, rows gathered.
+
+Three launches: a plan (which expert and rows each tile has, from expert_offsets, on the device),
+the gate and up products with the activation, the down product. Programs are persistent and walk the
+tiles in order (row block, column block), so tiles of one expert run side by side and share its
+weights in the cache. No host sync; every address is 64 bits wide.
+
+Weights are the left operand (W x^T, tensor cores take it from registers, where it was dequantized)
+when SWAP, else the right one. The reduction runs in blocks of 128: nibble j of the block's words
+multiplies 32 neighbouring elements of x.
+
+Shape legend: M received rows, H hidden, I intermediate width, L local experts, C capacity, KB
+blocks of 128 along the reduction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_comm.kernels.expert_gemm import scale_group
+from moe_comm.kernels.expert_gemm_activate import activate
+from moe_comm.kernels.expert_gemm_weights import ExpertWeights
+from moe_comm.kernels.mxfp4_dequant import (
+    NARROW,
+    NARROW_LIMIT,
+    PORTABLE,
+    WIDE,
+    block_scale,
+    dequantize_words,
+)
+from moe_comm.kernels.situ import Activation
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileConfig:
+    """Tile sizes of the two products. block_m: expert rows; block_n: columns of the output (13:
+    gate and up have that many each); swap: weights are the left operand."""
+
+    block_m: int
+    block_n13: int
+    block_n2: int
+    num_warps: int
+    num_stages: int
+    swap: bool
+    programs_per_sm: int
+
+
+def choose_tiles(rows_per_expert: float) -> TileConfig:
+    """By the mean number of rows an expert: few rows are bound by reading weights, many by the
+    tensor cores."""
+    if rows_per_expert <= 16:
+        return TileConfig(
+            block_m=16,
+            block_n13=64,
+            block_n2=128,
+            num_warps=4,
+            num_stages=4,
+            swap=True,
+            programs_per_sm=3,
+        )
+    if rows_per_expert <= 48:
+        return TileConfig(
+            block_m=32,
+            block_n13=64,
+            block_n2=128,
+            num_warps=4,
+            num_stages=4,
+            swap=True,
+            programs_per_sm=2,
+        )
+    return TileConfig(
+        block_m=64,
+        block_n13=128,
+        block_n2=256,
+        num_warps=8,
+        num_stages=4,
+        swap=True,
+        programs_per_sm=1,
+    )
+
+
+@triton.jit
+def _plan_kernel(
+    expert_offsets,
+    plan,
+    num_experts,
+    capacity,
+    max_blocks,
+    EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """plan[0] = number of row blocks; from plan[1] each block's expert, from plan[1 + max_blocks]
+    its first expert row. One program an expert.
+
+    Example: offsets [0, 5, 5, 40], BLOCK_M 16 -> 4 blocks: experts 0, 2, 2, 2, rows 0, 5, 21, 37.
+    """
+    me = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS)
+    inside = expert < num_experts
+    start = tl.load(expert_offsets + expert, mask=inside, other=0)
+    end = tl.minimum(tl.load(expert_offsets + expert + 1, mask=inside, other=0), capacity)
+    blocks = tl.where(inside, tl.maximum(end - start + BLOCK_M - 1, 0) // BLOCK_M, 0)
+    before = tl.sum(tl.where(expert < me, blocks, 0))
+    mine = tl.sum(tl.where(expert == me, blocks, 0))
+    first = tl.sum(tl.where(expert == me, start, 0))
+    if me == 0:
+        tl.store(plan, tl.sum(blocks))
+    for offset in range(0, mine, 64):
+        index = offset + tl.arange(0, 64)
+        mask = index < mine
+        tl.store(plan + 1 + before + index, me + tl.zeros_like(index), mask=mask)
+        tl.store(plan + 1 + max_blocks + before + index, first + index * BLOCK_M, mask=mask)
+
+
+@triton.jit
+def _load_x(
+    x, x_scale, row, live, stride_x, stride_s, k0, K, KIND: tl.constexpr, EVEN: tl.constexpr
+):
+    """[BLOCK_M, 32] elements from k0 on, in bfloat16. KIND: 0 bfloat16, 1 fp8 with float32 scales a
+    128, 2 fp8 with E8M0 scales a 32."""
+    k = k0 + tl.arange(0, 32)
+    mask = live[:, None] if EVEN else live[:, None] & (k < K)[None, :]
+    value = tl.load(x + row[:, None] * stride_x + k[None, :], mask=mask, other=0.0)
+    if KIND != 0:
+        inside = live & (k0 < K)
+        if KIND == 1:
+            scale = tl.load(x_scale + row * stride_s + k0 // 128, mask=inside, other=0.0)
+        else:
+            byte = tl.load(x_scale + row * stride_s + k0 // 32, mask=inside, other=0).to(tl.int32)
+            bits = tl.maximum(byte << 23, 0x400000)
+            scale = bits.to(tl.float32, bitcast=True)
+            scale = tl.where(byte == 255, float("nan"), scale)
+        value = (value.to(tl.float32) * scale[:, None]).to(tl.bfloat16)
+    return value
+
+
+@triton.jit
+def _multiply(acc, w, x, SWAP: tl.constexpr, FP32: tl.constexpr):
+    if FP32:
+        # The interpreter's dot takes a bfloat16's bits for an integer.
+        w, x = w.to(tl.float32), x.to(tl.float32)
+    return tl.dot(w, x.T, acc) if SWAP else tl.dot(x, w.T, acc)
+
+
+@triton.jit
+def _block_product(
+    acc,
+    word_ptr,
+    scale_ptr,
+    in_n,
+    x0,
+    x1,
+    x2,
+    x3,
+    EVEN_N: tl.constexpr,
+    SWAP: tl.constexpr,
+    MODE: tl.constexpr,
+    FP32: tl.constexpr,
+):
+    """acc += W x^T (SWAP) or x W^T over one block of 128."""
+    if EVEN_N:
+        words = tl.load(word_ptr)
+        packed = tl.load(scale_ptr)
+    else:
+        words = tl.load(word_ptr, mask=in_n[:, None], other=0)
+        packed = tl.load(scale_ptr, mask=in_n, other=0x7F7F7F7F)
+    w0 = dequantize_words(words, block_scale(packed, 0, MODE), 0, MODE)
+    w1 = dequantize_words(words, block_scale(packed, 1, MODE), 1, MODE)
+    w2 = dequantize_words(words, block_scale(packed, 2, MODE), 2, MODE)
+    w3 = dequantize_words(words, block_scale(packed, 3, MODE), 3, MODE)
+    acc = _multiply(acc, w0, x0, SWAP, FP32)
+    acc = _multiply(acc, w1, x1, SWAP, FP32)
+    acc = _multiply(acc, w2, x2, SWAP, FP32)
+    return _multiply(acc, w3, x3, SWAP, FP32)
+
+
+@triton.jit
+def _expert_gemm_kernel(
+    x,
+    x_scale,
+    row_index,
+    expert_offsets,
+    plan,
+    words,
+    scales,
+    bias,
+    out,
+    max_blocks,
+    stride_x,
+    stride_s,
+    K,
+    N,
+    capacity,
+    KB,
+    GATED: tl.constexpr,
+    GATHER: tl.constexpr,
+    X_KIND: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACT: tl.constexpr,
+    ACT_A: tl.constexpr,
+    ACT_B: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    SWAP: tl.constexpr,
+    MODE: tl.constexpr,
+    FP32: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """out[n] = x[row] W^T of n's expert, [C, N]; GATED: W has 2 N rows, gate then up, and out is
+    act(gate, up). GATHER: row = row_index[n], else n itself."""
+    num_blocks = tl.load(plan)
+    columns = tl.cdiv(N, BLOCK_N)
+    weight_rows = 2 * N if GATED else N
+    for tile in range(tl.program_id(0), num_blocks * columns, tl.num_programs(0)):
+        block = tile // columns
+        expert = tl.load(plan + 1 + block).to(tl.int64)
+        first = tl.load(plan + 1 + max_blocks + block)
+        end = tl.minimum(tl.load(expert_offsets + expert + 1), capacity)
+        position = first + tl.arange(0, BLOCK_M)
+        live = position < end
+        if GATHER:
+            row = tl.load(row_index + position, mask=live, other=0).to(tl.int64)
+        else:
+            row = position.to(tl.int64)
+        n = (tile % columns) * BLOCK_N + tl.arange(0, BLOCK_N)
+        in_n = n < N
+        base = expert * KB * weight_rows
+        word_ptr = words + (base + n)[:, None] * 32 + tl.arange(0, 32)[None, :]
+        scale_ptr = scales + base + n
+        if SWAP:
+            acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+            acc_up = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        else:
+            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            acc_up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for kb in range(KB):
+            k0 = kb * 128
+            x0 = _load_x(x, x_scale, row, live, stride_x, stride_s, k0, K, X_KIND, EVEN_K)
+            x1 = _load_x(x, x_scale, row, live, stride_x, stride_s, k0 + 32, K, X_KIND, EVEN_K)
+            x2 = _load_x(x, x_scale, row, live, stride_x, stride_s, k0 + 64, K, X_KIND, EVEN_K)
+            x3 = _load_x(x, x_scale, row, live, stride_x, stride_s, k0 + 96, K, X_KIND, EVEN_K)
+            acc = _block_product(
+                acc, word_ptr, scale_ptr, in_n, x0, x1, x2, x3, EVEN_N, SWAP, MODE, FP32
+            )
+            if GATED:
+                acc_up = _block_product(
+                    acc_up,
+                    word_ptr + N * 32,
+                    scale_ptr + N,
+                    in_n,
+                    x0,
+                    x1,
+                    x2,
+                    x3,
+                    EVEN_N,
+                    SWAP,
+                    MODE,
+                    FP32,
+                )
+            word_ptr += weight_rows * 32
+            scale_ptr += weight_rows
+        if HAS_BIAS:
+            first_bias = tl.load(bias + expert * weight_rows + n, mask=in_n, other=0.0)
+            first_bias = first_bias.to(tl.float32)
+            acc += first_bias[:, None] if SWAP else first_bias[None, :]
+            if GATED:
+                up_bias = tl.load(bias + expert * weight_rows + N + n, mask=in_n, other=0.0)
+                up_bias = up_bias.to(tl.float32)
+                acc_up += up_bias[:, None] if SWAP else up_bias[None, :]
+        value = activate(acc, acc_up, ACT, ACT_A, ACT_B) if GATED else acc
+        value = value.to(tl.bfloat16)
+        if SWAP:
+            value = value.T
+        target = out + position.to(tl.int64)[:, None] * N + n[None, :]
+        tl.store(target, value, mask=live[:, None] & in_n[None, :])
+
+
+def grouped_mlp_triton(
+    rows: Tensor,
+    row_index: Tensor,
+    expert_offsets: Tensor,
+    weights: ExpertWeights,
+    scales: Tensor | None,
+    activation: Activation,
+    expected_rows: int,
+    out: Tensor,
+    *,
+    tiles: TileConfig | None = None,
+    mode: int | None = None,
+) -> Tensor:
+    """The three launches; arguments as expert_gemm.grouped_mlp checks them.
+
+    Args:
+        tiles: default: chosen by expected_rows an expert.
+        mode: of mxfp4_dequant; default: by the device and the weights' largest scale.
+    """
+    config = tiles or choose_tiles(expected_rows / weights.num_experts)
+    if mode is None:
+        mode = choose_mode(weights)
+    capacity, device = row_index.shape[0], rows.device
+    max_blocks = weights.num_experts + capacity // config.block_m
+    plan = torch.empty(1 + 2 * max_blocks, dtype=torch.int32, device=device)
+    _plan_kernel[(weights.num_experts,)](
+        expert_offsets,
+        plan,
+        weights.num_experts,
+        capacity,
+        max_blocks,
+        EXPERTS=triton.next_power_of_2(weights.num_experts),
+        BLOCK_M=config.block_m,
+    )
+    hidden = torch.empty(capacity, weights.inter, dtype=torch.bfloat16, device=device)
+    kind = 0 if scales is None else (1 if scale_group(scales) == 128 else 2)
+    act, act_a, act_b = activation.constants
+    for gated in (True, False):
+        x = rows if gated else hidden
+        target = hidden if gated else out
+        k, n = x.shape[1], target.shape[1]
+        words = weights.w13 if gated else weights.w2
+        word_scales = weights.w13_scale if gated else weights.w2_scale
+        bias = weights.w13_bias if gated else weights.w2_bias
+        block_n = config.block_n13 if gated else config.block_n2
+        x_scale = scales if gated and scales is not None else x
+        most = max_blocks * triton.cdiv(n, block_n)
+        programs = min(most, _processors(device) * config.programs_per_sm)
+        _expert_gemm_kernel[(programs,)](
+            x,
+            x_scale,
+            row_index,
+            expert_offsets,
+            plan,
+            words,
+            word_scales.view(torch.int32),
+            target if bias is None else bias,
+            target,
+            max_blocks,
+            x.stride(0),
+            x_scale.stride(0),
+            k,
+            n,
+            capacity,
+            words.shape[1],
+            GATED=gated,
+            GATHER=gated,
+            X_KIND=kind if gated else 0,
+            HAS_BIAS=bias is not None,
+            ACT=act,
+            ACT_A=act_a,
+            ACT_B=act_b,
+            EVEN_K=k % 128 == 0,
+            EVEN_N=n % block_n == 0,
+            SWAP=config.swap,
+            MODE=mode,
+            FP32=device.type == "cpu",
+            BLOCK_M=config.block_m,
+            BLOCK_N=block_n,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+    return out
+
+
+def choose_mode(weights: ExpertWeights) -> int:
+    """Inline PTX on NVIDIA GPUs, in the form that the weights' largest scale allows."""
+    if weights.device.type != "cuda" or torch.version.cuda is None:
+        return PORTABLE
+    return NARROW if weights.scale_range.largest <= NARROW_LIMIT else WIDE
+
+
+def _processors(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    # Elsewhere (the interpreter too) a few programs, so that each walks several tiles.
+    return 4 if device.type == "cpu" else 64

@@ -1,0 +1,238 @@
+"""The Triton GEMM. On the CPU under Triton's interpreter, in a process of its own (the switch is
+read when kernels are defined): it proves indices, masks, gathering, tails and dequantization; its
+conversions to bfloat16 cut digits off instead of rounding, which is at most two half units each, so
+the tolerance there is twice that of a GPU."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moe_comm.kernels.expert_gemm import grouped_mlp
+from moe_comm.kernels.situ import SITU, Activation
+
+cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("gemm_cases.py"))))
+check, make_case = cases.check, cases.make_case
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(
+    not INTERPRETED, reason="runs inside test_under_the_interpreter (TRITON_INTERPRET=1)"
+)
+CLAMPED = Activation(kind="swiglu_clamped")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+def test_under_the_interpreter():
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interp", __file__],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+    assert "passed" in result.stdout
+
+
+def run(case, device, *, activation=SITU, tiles=None, mode=None):
+    from moe_comm.kernels.expert_gemm_triton import grouped_mlp_triton
+
+    capacity = case.row_index.shape[0]
+    out = torch.full((capacity, case.hidden), torch.nan, dtype=torch.bfloat16, device=device)
+    rows, row_index, offsets = case.to(device)
+    scales = None if case.scales is None else case.scales.to(device)
+    weights = case.weights("tiles", device)
+    if tiles is None and mode is None:
+        return grouped_mlp(
+            rows, row_index, offsets, weights, scales=scales, activation=activation, out=out
+        )
+    return grouped_mlp_triton(
+        rows,
+        row_index,
+        offsets,
+        weights,
+        scales,
+        activation,
+        capacity,
+        out,
+        tiles=tiles,
+        mode=mode,
+    )
+
+
+def small_tiles(*, swap, block_m=16):
+    from moe_comm.kernels.expert_gemm_triton import TileConfig
+
+    return TileConfig(
+        block_m=block_m,
+        block_n13=64,
+        block_n2=64,
+        num_warps=4,
+        num_stages=3,
+        swap=swap,
+        programs_per_sm=1,
+    )
+
+
+@interpreted
+@pytest.mark.parametrize("swap", [True, False])
+@pytest.mark.parametrize(
+    ("counts", "hidden", "inter", "wire"),
+    [
+        ([5, 0, 1, 18], 128, 64, "bf16"),  # an empty expert, one row, two row blocks
+        ([33], 160, 96, "bf16"),  # one hot expert; tails of K and of N
+        ([2, 3], 288, 32, "fp8"),  # a short last scale group
+        ([2, 3], 160, 64, "mxfp8"),
+    ],
+)
+def test_interp_shapes(swap, counts, hidden, inter, wire):
+    case = make_case(counts, hidden, inter, seed=hidden, wire=wire)
+    y = run(case, "cpu", tiles=small_tiles(swap=swap))
+    check(case, y, factor=2)
+    assert y[sum(counts) :].isnan().all()
+
+
+@interpreted
+@pytest.mark.parametrize("activation", [Activation(kind="swiglu"), CLAMPED], ids=lambda a: a.kind)
+def test_interp_activations_and_biases(activation):
+    case = make_case([4, 1], 64, 64, seed=9, bias=True)
+    check(case, run(case, "cpu", activation=activation), activation=activation, factor=2)
+
+
+def check_every_code(device, mode, largest, *, smallest=0):
+    """Every byte under scales `smallest` to `largest`, and a tail of K: exact, so bit-equal."""
+    from moe_comm.kernels import mxfp4_format, mxfp4_tiles
+    from moe_comm.kernels.mxfp4_dequant import dequantize_tiles
+
+    packed = torch.arange(256, dtype=torch.uint8).repeat(largest + 1, 1)[:, :240].contiguous()
+    packed[:, :16] = torch.arange(240, 256, dtype=torch.uint8)
+    scales = torch.arange(largest + 1, dtype=torch.uint8)[:, None].repeat(1, 15)
+    words = torch.empty(4, largest + 1, 32, dtype=torch.int16)
+    tile_scales = torch.empty(4, largest + 1, 4, dtype=torch.uint8)
+    mxfp4_tiles.to_tiles(packed, scales, words, tile_scales)
+    got = dequantize_tiles(words.to(device), tile_scales.to(device), k=480, mode=mode).cpu()
+    wanted = mxfp4_format.dequantize(packed, scales)
+    assert torch.equal(got.view(torch.int16)[smallest:], wanted.view(torch.int16)[smallest:])
+
+
+@interpreted
+def test_interp_every_code_and_scale():
+    from moe_comm.kernels.mxfp4_dequant import PORTABLE
+
+    # The interpreter takes subnormal bfloat16 for 0: scales 0 and 1 are for the GPU.
+    check_every_code("cpu", PORTABLE, 254, smallest=2)
+
+
+@interpreted
+def test_interp_plan_example():
+    from moe_comm.kernels.expert_gemm_triton import _plan_kernel
+
+    offsets = torch.tensor([0, 5, 5, 40], dtype=torch.int32)
+    plan = torch.full((1 + 2 * 6,), -7, dtype=torch.int32)
+    _plan_kernel[(3,)](offsets, plan, 3, 48, 6, EXPERTS=4, BLOCK_M=16)
+    assert plan.tolist() == [4, 0, 2, 2, 2, -7, -7, 0, 5, 21, 37, -7, -7]
+
+
+@interpreted
+def test_interp_activation_pass():
+    from moe_comm.kernels.expert_gemm_activate import activate_rows
+    from moe_comm.kernels.situ import activate_torch
+
+    generator = torch.Generator().manual_seed(4)
+    gate_up = (torch.randn(7, 2 * 70, generator=generator) * 6).bfloat16()
+    out = torch.full((7, 70), torch.nan, dtype=torch.bfloat16)
+    activate_rows(gate_up, torch.tensor([5], dtype=torch.int32), out=out)
+    wanted = activate_torch(gate_up[:5, :70].float(), gate_up[:5, 70:].float())
+    # Truncation to bfloat16 (the interpreter's) is one unit, 2 U, at most.
+    torch.testing.assert_close(out[:5].float(), wanted, rtol=2.0**-7, atol=1e-6)
+    assert out[5:].isnan().all()
+
+
+GPU_CASES = [
+    ([5] * 7 + [0, 1], 3584, 256, "bf16"),  # decode rows at K3's latent
+    ([0, 300, 1, 0, 17], 512, 384, "bf16"),  # one hot expert among empty ones
+    ([64, 65, 63], 416, 160, "bf16"),  # tails of N and of K
+    ([9, 2], 3584, 96, "fp8"),
+    ([9, 2], 352, 96, "mxfp8"),
+    ([200, 131], 256, 3072, "bf16"),  # prefill rows
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+class TestGpu:
+    @pytest.mark.parametrize(("counts", "hidden", "inter", "wire"), GPU_CASES)
+    def test_shapes(self, counts, hidden, inter, wire):
+        case = make_case(counts, hidden, inter, seed=len(counts), wire=wire)
+        y = run(case, "cuda")
+        check(case, y)
+        assert y[sum(counts) :].isnan().all()
+
+    @pytest.mark.parametrize("swap", [True, False])
+    @pytest.mark.parametrize("block_m", [16, 64])
+    def test_tiles_and_modes(self, swap, block_m):
+        from moe_comm.kernels.mxfp4_dequant import NARROW, PORTABLE, WIDE
+
+        case = make_case([3, 70, 0, 1], 256, 160, seed=5)
+        tiles = small_tiles(swap=swap, block_m=block_m)
+        results = [run(case, "cuda", tiles=tiles, mode=m) for m in (NARROW, WIDE, PORTABLE)]
+        used = 74
+        assert torch.equal(results[0][:used], results[1][:used])
+        assert torch.equal(results[0][:used], results[2][:used])
+        check(case, results[0])
+
+    @pytest.mark.parametrize("name", ["PORTABLE", "NARROW", "WIDE"])
+    def test_every_code_and_scale(self, name):
+        from moe_comm.kernels import mxfp4_dequant
+
+        largest = mxfp4_dequant.NARROW_LIMIT if name == "NARROW" else 254
+        check_every_code("cuda", getattr(mxfp4_dequant, name), largest)
+
+    def test_large_scales_choose_the_wide_mode(self):
+        from moe_comm.kernels.expert_gemm_triton import choose_mode
+        from moe_comm.kernels.mxfp4_dequant import NARROW, WIDE
+
+        large = make_case([2, 3], 128, 64, seed=6, exponents=(127, 132))
+        assert choose_mode(large.weights("tiles", "cuda")) == WIDE
+        check(large, run(large, "cuda"))
+        assert choose_mode(make_case([1], 64, 32).weights("tiles", "cuda")) == NARROW
+
+    @pytest.mark.parametrize("activation", [Activation(kind="swiglu"), CLAMPED])
+    def test_activations_and_biases(self, activation):
+        case = make_case([40, 1, 0, 6], 2880, 160, seed=9, bias=True)
+        check(case, run(case, "cuda", activation=activation), activation=activation)
+
+    def test_same_bits_every_run_and_under_a_graph(self):
+        case = make_case([5] * 20, 512, 256, seed=10)
+        rows, index, offsets = case.to("cuda")
+        weights = case.weights("tiles", "cuda")
+        first = grouped_mlp(rows, index, offsets, weights)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = grouped_mlp(rows, index, offsets, weights)
+        captured.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(captured[:100], first[:100])
+        assert torch.equal(grouped_mlp(rows, index, offsets, weights)[:100], first[:100])
+
+    def test_addresses_beyond_2_31(self):
+        """Words of expert 700 of 704 lie beyond 2^32 bytes, and a row beyond element 2^31."""
+        case = make_case([0] * 700 + [4, 0, 3, 0], 3584, 64, seed=11)
+        wide = case.weights("tiles", "cuda")
+        check(case, self.far_rows(case, wide))
+
+    def far_rows(self, case, weights):
+        rows, index, offsets = case.to("cuda")
+        far = torch.empty(2**31 // 3584 + rows.shape[0] + 1, 3584, dtype=rows.dtype, device="cuda")
+        far[-rows.shape[0] :] = rows
+        shift = far.shape[0] - rows.shape[0]
+        moved = torch.where(index >= 0, index + shift, index).to(torch.int32)
+        return grouped_mlp(far, moved, offsets, weights)
