@@ -184,15 +184,15 @@ class Communicator(abc.ABC):
         on_cuda = self.device.type == "cuda"
         if not async_op:
             with nvtx_range("moe_comm.dispatch", enabled=on_cuda):
-                arrived = self._guard(lambda: self._dispatch_at_once(call))
+                arrived = self._guard(call.slot, lambda: self._dispatch_at_once(call))
             arrived.handle._owner = self
             return arrived
         with nvtx_range("moe_comm.dispatch.send", enabled=on_cuda):
-            state = self._guard(lambda: self._start_dispatch(call))
+            state = self._guard(call.slot, lambda: self._start_dispatch(call))
 
         def finish() -> Dispatched:
             with nvtx_range("moe_comm.dispatch.receive", enabled=on_cuda):
-                result = self._guard(lambda: self._finish_dispatch(call, state))
+                result = self._guard(call.slot, lambda: self._finish_dispatch(call, state))
             result.handle._owner = self
             return result
 
@@ -280,15 +280,15 @@ class Communicator(abc.ABC):
         on_cuda = self.device.type == "cuda"
         if not async_op:
             with nvtx_range("moe_comm.combine", enabled=on_cuda):
-                combined: Tensor = self._guard(lambda: self._combine_at_once(call))
+                combined: Tensor = self._guard(handle.slot, lambda: self._combine_at_once(call))
             self._busy_slots.discard(handle.slot)
             return combined
         with nvtx_range("moe_comm.combine.send", enabled=on_cuda):
-            state = self._guard(lambda: self._start_combine(call))
+            state = self._guard(handle.slot, lambda: self._start_combine(call))
 
         def finish() -> Tensor:
             with nvtx_range("moe_comm.combine.receive", enabled=on_cuda):
-                result: Tensor = self._guard(lambda: self._finish_combine(call, state))
+                result: Tensor = self._guard(handle.slot, lambda: self._finish_combine(call, state))
             self._busy_slots.discard(handle.slot)
             return result
 
@@ -432,11 +432,14 @@ class Communicator(abc.ABC):
             "first, or raise EPConfig.num_slots"
         )
 
-    def _guard(self, step: Callable[[], T]) -> T:
+    def _guard(self, slot: int, step: Callable[[], T]) -> T:
         try:
             return step()
-        except PeerTimeoutError:
-            self._metrics.timeouts += 1
+        except Exception as error:
+            # The call is over: a caller that goes on (mask_rank) must not lose the slot with it.
+            self._busy_slots.discard(slot)
+            if isinstance(error, PeerTimeoutError):
+                self._metrics.timeouts += 1
             raise
 
     def _emit(self, phase: str, call: int, bucket: int) -> None:

@@ -38,6 +38,7 @@ def destinations(
     source_rank: int,
     num_ranks: int,
     num_tokens: int | Tensor,
+    alive: Tensor | None = None,
 ) -> Destinations:
     """Resolve global expert ids into (rank, slot).
 
@@ -49,6 +50,7 @@ def destinations(
         source_rank: the rank whose tokens these are; with the token's position it picks the copy.
         num_ranks: R.
         num_tokens: valid tokens (int or scalar tensor); rows past it are masked.
+        alive: [R] bool, ranks that take part; choices on others are masked. None: all.
     """
     num_rows = topk_idx.shape[0]
     num_experts = num_copies.shape[0]
@@ -60,6 +62,8 @@ def destinations(
     safe = torch.where(valid, ids, 0)
     copy = (source_rank + position).unsqueeze(-1) % num_copies[safe]
     chosen = copy_table[safe, copy]
+    if alive is not None:
+        valid &= alive[chosen[..., 0].to(torch.int64)]
     rank = torch.where(valid, chosen[..., 0], -1)
     slot = torch.where(valid, chosen[..., 1], -1)
     reaches = torch.zeros(num_rows, num_ranks + 1, dtype=torch.bool, device=topk_idx.device)
@@ -102,7 +106,9 @@ def expert_index(local_idx: Tensor, *, num_local_experts: int, capacity: int) ->
     flat = local_idx.reshape(-1).to(torch.int64)
     here = flat >= 0
     keys = torch.where(here, flat, num_local_experts)
-    order = torch.sort(keys, stable=True).indices
+    # Narrow keys sort several times faster.
+    narrow = keys.to(torch.int16) if num_local_experts < 2**15 else keys
+    order = torch.sort(narrow, stable=True).indices
     counts = torch.zeros(num_local_experts + 1, dtype=torch.int64, device=flat.device)
     counts.scatter_add_(0, keys, torch.ones_like(keys))
     offsets = torch.zeros(num_local_experts + 1, dtype=torch.int64, device=flat.device)

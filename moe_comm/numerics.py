@@ -44,6 +44,48 @@ def fma_f32_fast(weight: Tensor, value: Tensor, acc: Tensor) -> Tensor:
     return out
 
 
+class FusedMultiplyAdd:
+    """acc = weight * value + acc in place on blocks of rows, to the bit as `fma_f32`, on the CPU.
+
+    Holds the scratch of a block, which should fit a core's cache.
+
+    Args:
+        num_rows, width: the largest block.
+    """
+
+    def __init__(self, num_rows: int, width: int) -> None:
+        self._scratch = torch.empty(4, num_rows * width, dtype=torch.float64)
+
+    def __call__(self, weight: Tensor, value: Tensor, acc: Tensor) -> None:
+        """weight [n] fp32, value [n, width] fp32 or narrower, acc [n, width] fp32 contiguous."""
+        if not acc.numel():
+            return
+        product, wide, total, lost = (row[: acc.numel()].view_as(acc) for row in self._scratch)
+        product.copy_(value).mul_(weight.unsqueeze(-1))
+        wide.copy_(acc)
+        torch.add(wide, product, out=total)
+        # Where the float64 sum is exact, the rounding to fp32 is the only one. It is exact where
+        # either term comes back when the other is taken away: nearly always.
+        torch.sub(total, wide, out=lost).sub_(product)
+        redo = _doubtful(lost, total)
+        torch.sub(total, product, out=lost).sub_(wide)
+        redo_too = _doubtful(lost, total)
+        acc.copy_(total)
+        for mask in (redo, redo_too):
+            if mask is not None:
+                acc[mask] = _sum_to_f32_by_odd(product[mask], wide[mask])
+
+
+def _doubtful(lost: Tensor, total: Tensor) -> Tensor | None:
+    """Where an inexact float64 sum may round wrongly to fp32; None for nowhere."""
+    low, high = lost.aminmax()
+    # A NaN compares unequal to everything.
+    if float(low) == 0.0 and float(high) == 0.0:
+        return None
+    half = (total.view(torch.int64) & _TAIL_MASK) == _TAIL_HALF
+    return (lost != 0) & (half | (total.abs() < _SMALLEST_NORMAL))
+
+
 def _sum_to_f32_by_odd(a: Tensor, b: Tensor) -> Tensor:
     total = a + b
     # TwoSum: `error` is exactly what the float64 sum lost.
