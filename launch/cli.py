@@ -1,4 +1,4 @@
-"""moe-bench: one click group; each subcommand is a module of its own, imported when it is called."""
+"""moe-bench: one click group; each subcommand is a module of its own, imported when called."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import importlib
 import sys
 
 import click
+
+from moe_comm.launch.spawn import die_with_parent
 
 # name -> (module, one line for --help). Modules are imported only when their command is called or
 # asked for help, so that `moe-bench --help` and a typo answer at once.
@@ -59,6 +61,7 @@ def cli() -> None:
 def main() -> None:
     """Entry point. Exit codes: 0 right, 1 wrong data, 2 usage or an input file, 3 this
     environment cannot, 124 a timeout or a lost rank, 130 interrupted."""
+    die_with_parent()
     try:
         code = cli.main(standalone_mode=False)
     except click.exceptions.Abort:
