@@ -27,14 +27,17 @@ IMPLEMENTATIONS = ("torch", "triton", "humming")
 LAYOUT_OF = {"torch": "rows", "triton": "tiles", "humming": "humming"}
 
 
-def choose_implementation(device: torch.device | str) -> str:
-    """The default: humming on NVIDIA GPUs where it is installed, Triton on other accelerators (and
-    on NVIDIA without humming), torch on CPUs."""
+def choose_implementation(
+    device: torch.device | str, *, hidden: int, inter: int, bias: bool = False
+) -> str:
+    """The default: torch on CPUs; on NVIDIA GPUs humming, where it is installed and takes the shape
+    (64 divides hidden and 2 inter, no biases); Triton on every other accelerator and shape."""
     device = torch.device(device)
     if device.type == "cpu":
         return "torch"
     nvidia = device.type == "cuda" and torch.version.cuda is not None
-    if nvidia and importlib.util.find_spec("humming") is not None:
+    fits = hidden % 64 == 0 and inter % 32 == 0 and not bias
+    if nvidia and fits and importlib.util.find_spec("humming") is not None:
         return "humming"
     return "triton"
 
@@ -88,12 +91,12 @@ def grouped_mlp(
     if implementation == "torch":
         return grouped_mlp_torch(*arguments)
     if implementation == "triton":
-        from moe_comm.kernels import expert_gemm_triton
+        from moe_comm.kernels.expert_gemm_triton import grouped_mlp_triton
 
-        return expert_gemm_triton.grouped_mlp_triton(*arguments)
-    from moe_comm.kernels import expert_gemm_humming
+        return grouped_mlp_triton(*arguments)
+    from moe_comm.kernels.expert_gemm_humming import grouped_mlp_humming
 
-    return expert_gemm_humming.grouped_mlp_humming(*arguments)
+    return grouped_mlp_humming(*arguments)
 
 
 def dequantize_rows(rows: Tensor, scales: Tensor | None) -> Tensor:

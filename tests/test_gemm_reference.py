@@ -119,4 +119,4 @@ def test_bad_arguments_are_named():
 
 
 def test_the_cpu_uses_torch():
-    assert choose_implementation("cpu") == "torch"
+    assert choose_implementation("cpu", hidden=64, inter=32) == "torch"

@@ -74,7 +74,9 @@ def load_gpt_oss_experts(
         buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
         for entry in entries:
             checkpoint.stream(entry, buffer)
-    layout = layout or LAYOUT_OF[choose_implementation(device)]
+    if layout is None:
+        chosen = choose_implementation(device, hidden=hidden, inter=inter, bias=True)
+        layout = LAYOUT_OF[chosen]
     weights = ExpertWeights.empty(
         len(expert_ids), hidden, inter, layout=layout, device=device, bias=True
     )

@@ -92,7 +92,9 @@ def load_experts(
             scale. HashMismatchError: its bytes are not the manifest's.
     """
     device = torch.device(device)
-    layout = layout or LAYOUT_OF[choose_implementation(device)]
+    if layout is None:
+        shape = (config.routed_expert_hidden_size, config.moe_intermediate_size)
+        layout = LAYOUT_OF[choose_implementation(device, hidden=shape[0], inter=shape[1])]
     wanted = list(config.moe_layers if layers is None else layers)
     for layer in wanted:
         if layer not in config.moe_layers:

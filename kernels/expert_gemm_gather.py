@@ -1,0 +1,77 @@
+"""Expert-major copy of received rows, for GEMMs that do not gather: read off the wire on the way.
+
+Shape legend: M received rows, H hidden, C capacity.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _gather_rows_kernel(
+    x,
+    x_scale,
+    row_index,
+    num_rows,
+    out,
+    stride_x,
+    stride_s,
+    H,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out[n] = x[row_index[n]] in bfloat16, for n below the device scalar num_rows.
+
+    Example: row_index [2, 0], num_rows 2 -> rows 2 and 0 of x.
+    """
+    columns = tl.cdiv(H, BLOCK)
+    for tile in range(tl.program_id(0), tl.load(num_rows) * columns, tl.num_programs(0)):
+        n = tile // columns
+        row = tl.load(row_index + n).to(tl.int64)
+        k = (tile % columns) * BLOCK + tl.arange(0, BLOCK)
+        mask = k < H
+        value = tl.load(x + row * stride_x + k, mask=mask, other=0.0)
+        if KIND != 0:
+            scale = tl.load(x_scale + row * stride_s + k // GROUP, mask=mask, other=0)
+            if KIND == 2:
+                byte = scale.to(tl.int32)
+                scale = tl.maximum(byte << 23, 0x400000).to(tl.float32, bitcast=True)
+                scale = tl.where(byte == 255, float("nan"), scale)
+            value = (value.to(tl.float32) * scale).to(tl.bfloat16)
+        tl.store(out + n.to(tl.int64) * H + k, value, mask=mask)
+
+
+def gather_rows(
+    rows: Tensor, scales: Tensor | None, row_index: Tensor, num_rows: Tensor, *, out: Tensor
+) -> Tensor:
+    """One pass over the expert rows, whose number only the device knows.
+
+    Args:
+        rows: [M, H] bfloat16, or float8_e4m3fn with `scales` (float32 a 128 or uint8 a 32).
+        row_index: [C] int32.
+        num_rows: int32 [1] on the device, at most C.
+        out: bfloat16 [C, H], contiguous; rows from num_rows on are not written.
+    """
+    hidden = rows.shape[1]
+    kind = 0 if scales is None else (1 if scales.element_size() == 4 else 2)
+    block = min(1024, triton.next_power_of_2(hidden))
+    programs = min(max(1, row_index.shape[0]) * triton.cdiv(hidden, block), 8192)
+    factor = rows if scales is None else scales
+    _gather_rows_kernel[(programs,)](
+        rows,
+        factor,
+        row_index,
+        num_rows,
+        out,
+        rows.stride(0),
+        factor.stride(0),
+        hidden,
+        KIND=kind,
+        GROUP=128 if kind == 1 else 32,
+        BLOCK=block,
+    )
+    return out

@@ -1,0 +1,146 @@
+"""The grouped expert MLP on humming-kernels (Hopper and later; compiled at run time with nvrtc).
+
+Four launches: rows gathered into expert order (and read off the wire), humming's grouped product
+with w13, the activation, its grouped product with w2. humming reads expert_offsets on the device,
+so there is no host sync. It wants N divisible by 64 and K by 32, and its own layout of weights:
+packed codes [L, K / 16, 2 N] int32 and scales [L, K / 32, N] E8M0, made expert by expert.
+
+Shape legend: H hidden, I intermediate width, L local experts, C capacity; N, K of one product.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moe_comm.kernels.expert_gemm_activate import activate_rows
+from moe_comm.kernels.expert_gemm_gather import gather_rows
+
+if TYPE_CHECKING:
+    from moe_comm.kernels.expert_gemm_weights import ExpertWeights
+    from moe_comm.kernels.situ import Activation
+
+# Words that humming's stream-K mode keeps between programs of one launch; zero between launches.
+LOCK_WORDS = 2048
+
+
+def buffer_specs(
+    num_experts: int, hidden: int, inter: int
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of w13, its scales, w2, its scales. ValueError where humming cannot."""
+    specs: list[tuple[tuple[int, ...], torch.dtype]] = []
+    for name, n, k in (("inter", 2 * inter, hidden), ("hidden", hidden, inter)):
+        if n % 64:
+            raise ValueError(f"{name}: expected 64 to divide {n} rows of weights for humming")
+        specs.append(((num_experts, k // 16, 2 * n), torch.int32))
+        specs.append(((num_experts, k // 32, n), torch.float8_e8m0fnu))
+    return specs
+
+
+def put(
+    weights: ExpertWeights,
+    slot: int,
+    gate: tuple[Tensor, Tensor],
+    up: tuple[Tensor, Tensor],
+    down: tuple[Tensor, Tensor],
+) -> None:
+    """Repack one expert (checkpoint form, on the weights' device) into its slot."""
+    from humming.transform import transform_humming_tensors
+
+    both = (torch.cat((gate[0], up[0])), torch.cat((gate[1], up[1])))
+    for (packed, scales), words, word_scales in (
+        (both, weights.w13, weights.w13_scale),
+        (down, weights.w2, weights.w2_scale),
+    ):
+        n, k = packed.shape[0], packed.shape[1] * 2
+        tensors = {
+            "weight": packed.contiguous().view(torch.int32)[None],
+            "weight_scale": scales.contiguous().view(torch.float8_e8m0fnu)[None],
+        }
+        layer = layer_config(1, n, k, weights.device.index or 0)
+        made = transform_humming_tensors(layer, tensors)
+        words[slot].copy_(made["weight"][0])
+        word_scales[slot].copy_(made["weight_scale"][0])
+
+
+@functools.lru_cache(maxsize=64)
+def layer_config(num_experts: int, n: int, k: int, device_index: int) -> Any:
+    """humming's description of one product: bfloat16 rows, MXFP4 weights [num_experts, n, k]."""
+    from humming import dtypes
+    from humming.schema import HummingWeightSchema
+    from humming.transform import prepare_layer_config
+
+    schema = HummingWeightSchema(
+        b_dtype=dtypes.float4e2m1, bs_dtype=dtypes.float8e8m0, weight_scale_group_size=32
+    )
+    return prepare_layer_config(
+        shape_n=n,
+        shape_k=k,
+        weight_schema=schema,
+        num_experts=num_experts,
+        torch_dtype=torch.bfloat16,
+        device=torch.device("cuda", device_index),
+    )
+
+
+def grouped_product(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    expert_offsets: Tensor,
+    locks: Tensor,
+    *,
+    expected_rows: int,
+    out: Tensor,
+) -> Tensor:
+    """out[n] = x[n] W^T of n's expert: x bfloat16 [C, K] and out [C, N] in expert order."""
+    from humming.forward import humming_forward
+
+    experts, groups, n = scale.shape
+    humming_forward(
+        layer_config(experts, n, groups * 32, x.device.index or 0),
+        inputs=x,
+        weight=weight,
+        weight_scale=scale,
+        outputs=out,
+        expert_layout=expert_offsets,
+        locks=locks,
+        valid_shape_m=expected_rows,
+        compute_config={"gemm_type": "grouped_contiguous"},
+    )
+    return out
+
+
+def grouped_mlp_humming(
+    rows: Tensor,
+    row_index: Tensor,
+    expert_offsets: Tensor,
+    weights: ExpertWeights,
+    scales: Tensor | None,
+    activation: Activation,
+    expected_rows: int,
+    out: Tensor,
+) -> Tensor:
+    """The four launches; arguments as expert_gemm.grouped_mlp checks them."""
+    if weights.w13_bias is not None:
+        raise ValueError("weights: expected no biases for humming, whose kernels place them apart")
+    capacity, device = row_index.shape[0], rows.device
+    num_rows = expert_offsets[-1:]
+    locks = weights.locks
+    if locks is None:
+        raise ValueError("weights.locks: expected lock words, got None")
+    x = torch.empty(capacity, weights.hidden, dtype=torch.bfloat16, device=device)
+    gather_rows(rows, scales, row_index, num_rows, out=x)
+    gate_up = torch.empty(capacity, 2 * weights.inter, dtype=torch.bfloat16, device=device)
+    more: dict[str, Any] = {"expected_rows": expected_rows}
+    grouped_product(
+        x, weights.w13, weights.w13_scale, expert_offsets, locks[0], out=gate_up, **more
+    )
+    hidden = torch.empty(capacity, weights.inter, dtype=torch.bfloat16, device=device)
+    activate_rows(gate_up, num_rows, activation=activation, out=hidden)
+    return grouped_product(
+        hidden, weights.w2, weights.w2_scale, expert_offsets, locks[1], out=out, **more
+    )
