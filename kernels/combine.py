@@ -95,7 +95,7 @@ def _round_to_wire(partial, y_type: tl.constexpr, WIRE: tl.constexpr, GROUP: tl.
     return rounded
 
 
-@triton.jit(do_not_specialize=["rank", "num_rows"])
+@triton.jit(do_not_specialize=["rank", "num_rows", "bucket"])
 def _combine_kernel(
     y_ptr, position_ptr, weights_ptr, tokens_ptr, choice_rank_ptr, bias_ptr, out_ptr, alive_ptr,
     peers_ptr, partials_ptr, partial_scales_ptr, rows_offset, scales_offset, flags_offset,
@@ -103,7 +103,8 @@ def _combine_kernel(
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr,
     RP: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr, GROUP: tl.constexpr,
     VALUE_BYTES: tl.constexpr, ROWS_LAYOUT: tl.constexpr, APPLIED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, CHUNKS: tl.constexpr, NUM_CHANNELS: tl.constexpr,
+    ROW_ALIGN: tl.constexpr, HAS_BIAS: tl.constexpr, CHUNKS: tl.constexpr,
+    NUM_CHANNELS: tl.constexpr,
     CHANNELS_P: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -128,41 +129,18 @@ def _combine_kernel(
                     reached = reached & (token < tl.load(tokens_ptr + peer))
                     if reached & (tl.load(alive_ptr + peer) != 0):
                         _put_partial(
-                            y_ptr,
-                            position_ptr,
-                            weights_ptr,
-                            row,
-                            block,
-                            y_type,
-                            tl.load(peers_ptr + peer),
-                            rows_offset,
-                            scales_offset,
-                            rank.to(tl.int64) * bucket + token,
-                            H,
-                            G,
-                            K,
-                            BLOCK,
-                            WIRE,
-                            GROUP,
-                            VALUE_BYTES,
-                            ROWS_LAYOUT,
-                            APPLIED,
-                        )
+                            y_ptr, position_ptr, weights_ptr, row, block, y_type, tl.load(peers_ptr
+                            + peer), rows_offset, scales_offset, rank.to(tl.int64) * bucket + token,
+                            H, G, K, BLOCK, WIRE, GROUP, VALUE_BYTES, ROWS_LAYOUT, APPLIED,
+                            ROW_ALIGN,
+                        )  # fmt: skip
                 if arrive(state_ptr, channel + chunk, NUM_CHANNELS) == send_programs - 1:
                     reset_arrivals(state_ptr, channel + chunk, NUM_CHANNELS)
                     if usable:
                         release(
-                            peers_ptr,
-                            alive_ptr,
-                            state_ptr,
-                            flags_offset,
-                            channel + chunk,
-                            tl.full((), 0, tl.int32),
-                            rank,
-                            NUM_CHANNELS,
-                            R,
-                            RP,
-                        )
+                            peers_ptr, alive_ptr, state_ptr, flags_offset, channel + chunk,
+                            tl.full((), 0, tl.int32), rank, NUM_CHANNELS, R, RP,
+                        )  # fmt: skip
     if RECEIVE:
         if program >= send_programs:
             receiver = program - send_programs
@@ -177,20 +155,9 @@ def _combine_kernel(
                 arrived = 1
                 if waits & (size * blocks == 0):
                     arrived = wait(
-                        flags_ptr,
-                        alive_ptr,
-                        state_ptr,
-                        status_ptr,
-                        channel + chunk,
-                        want,
-                        rank,
-                        timeout_ns,
-                        NUM_CHANNELS,
-                        CHANNELS_P,
-                        R,
-                        RP,
-                        INTERPRET,
-                    )
+                        flags_ptr, alive_ptr, state_ptr, status_ptr, channel + chunk, want, rank,
+                        timeout_ns, NUM_CHANNELS, CHANNELS_P, R, RP, INTERPRET,
+                    )  # fmt: skip
                 waited = 0
                 for item in range(receiver, size * blocks, receivers):
                     block = item % blocks
@@ -204,62 +171,26 @@ def _combine_kernel(
                         )
                     else:
                         own = partial_sum(
-                            y_ptr,
-                            position_ptr,
-                            weights_ptr,
-                            row,
-                            column,
-                            in_row,
-                            H,
-                            K,
-                            BLOCK,
+                            y_ptr, position_ptr, weights_ptr, row, column, in_row, H, K, BLOCK,
                             APPLIED,
-                        )
+                        )  # fmt: skip
                     own = _round_to_wire(own, y_type, WIRE, GROUP, BLOCK)
                     if waited == 0:
                         waited = 1
                         arrived = wait(
-                            flags_ptr,
-                            alive_ptr,
-                            state_ptr,
-                            status_ptr,
-                            channel + chunk,
-                            want,
-                            rank,
-                            timeout_ns,
-                            NUM_CHANNELS,
-                            CHANNELS_P,
-                            R,
-                            RP,
-                            INTERPRET,
-                        )
+                            flags_ptr, alive_ptr, state_ptr, status_ptr, channel + chunk, want,
+                            rank, timeout_ns, NUM_CHANNELS, CHANNELS_P, R, RP, INTERPRET,
+                        )  # fmt: skip
                     acc = tl.zeros([BLOCK], tl.float32)
                     if HAS_BIAS:
                         acc = tl.load(
                             bias_ptr + token.to(tl.int64) * H + column, mask=in_row, other=0.0
                         )
                     acc = fold_partials(
-                        acc,
-                        own,
-                        partials_ptr,
-                        partial_scales_ptr,
-                        choice_rank_ptr,
-                        token,
-                        rank,
-                        bucket.to(tl.int64) * H,
-                        bucket.to(tl.int64) * G,
-                        column,
-                        in_row,
-                        block,
-                        H,
-                        G,
-                        K,
-                        KP,
-                        BLOCK,
-                        WIRE,
-                        GROUP,
-                        True,
-                    )
+                        acc, own, partials_ptr, partial_scales_ptr, choice_rank_ptr, token, rank,
+                        bucket.to(tl.int64) * H, bucket.to(tl.int64) * G, column, in_row, block, H,
+                        G, K, KP, BLOCK, WIRE, GROUP, True,
+                    )  # fmt: skip
                     acc = tl.where(arrived != 0, acc, float("nan"))
                     tl.store(out_ptr + token.to(tl.int64) * H + column, acc.to(y_type), mask=in_row)
                 finish_wait(state_ptr, channel + chunk, receivers, NUM_CHANNELS)
@@ -270,7 +201,7 @@ def _put_partial(
     y_ptr, position_ptr, weights_ptr, row, block, y_type: tl.constexpr, base, rows_offset,
     scales_offset, target, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
     WIRE: tl.constexpr, GROUP: tl.constexpr, VALUE_BYTES: tl.constexpr, ROWS_LAYOUT: tl.constexpr,
-    APPLIED: tl.constexpr,
+    APPLIED: tl.constexpr, ROW_ALIGN: tl.constexpr,
 ):  # fmt: skip
     """The partial sum of received row `row` to row `target` of the memory at `base`."""
     column = block * BLOCK + tl.arange(0, BLOCK)
@@ -285,12 +216,15 @@ def _put_partial(
     at = base + rows_offset + target * (H * VALUE_BYTES)
     if WIRE != 0:
         values, scale = quantize_groups(rounded.to(tl.float32), WIRE == 2, GROUP, BLOCK)
-        tl.store(at.to(tl.pointer_type(values.dtype)) + column, values, mask=in_row)
+        rows_ptr = tl.multiple_of(at.to(tl.pointer_type(values.dtype)), ROW_ALIGN)
+        tl.store(rows_ptr + column, values, mask=in_row)
         group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
         at_g = base + scales_offset + target * (G * scale.dtype.primitive_bitwidth // 8)
         tl.store(at_g.to(tl.pointer_type(scale.dtype)) + group, scale, mask=group < G)
     else:
-        tl.store(at.to(tl.pointer_type(y_type)) + column, rounded, mask=in_row)
+        # Rows are aligned, which a loaded address does not show to the compiler.
+        rows_ptr = tl.multiple_of(at.to(tl.pointer_type(y_type)), ROW_ALIGN)
+        tl.store(rows_ptr + column, rounded, mask=in_row)
 
 
 @triton.jit

@@ -57,7 +57,7 @@ def _put_token(
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
     KP: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr,
     VALUE_BYTES: tl.constexpr, PAYLOAD: tl.constexpr, PAYLOAD_P: tl.constexpr,
-    ROWS_TO: tl.constexpr,
+    ROWS_TO: tl.constexpr, ROW_ALIGN: tl.constexpr,
 ):  # fmt: skip
     """One column block of one token to every rank it reaches; block 0 also puts ids, weights,
     given scales and payload, to every rank (ids tell a rank that it was not reached)."""
@@ -100,8 +100,13 @@ def _put_token(
                     send_row = send_row & reached
             if ROWS_TO != 0:
                 if send_row:
-                    rows = base + rows_offset + row * (H * VALUE_BYTES)
-                    tl.store(rows.to(tl.pointer_type(values.dtype)) + column, values, mask=in_row)
+                    rows_ptr = (base + rows_offset + row * (H * VALUE_BYTES)).to(
+                        tl.pointer_type(values.dtype)
+                    )
+                    # Rows are aligned, which an address that was loaded does not show: without
+                    # the hint they would be stored two bytes at a time.
+                    rows_ptr = tl.multiple_of(rows_ptr, ROW_ALIGN)
+                    tl.store(rows_ptr + column, values, mask=in_row)
                     if WIRE != 0:
                         group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
                         scales = (
@@ -143,7 +148,9 @@ def _put_bytes(source_ptr, target, COUNT: tl.constexpr, COUNT_P: tl.constexpr):
     tl.store(target.to(tl.pointer_type(tl.uint8)) + i, byte, mask=i < COUNT)
 
 
-@triton.jit(do_not_specialize=["rank", "num_rows", "num_tokens_host", "token_begin"])
+@triton.jit(
+    do_not_specialize=["rank", "num_rows", "num_tokens_host", "token_begin", "bucket", "capacity"]
+)
 def _dispatch_kernel(
     x_ptr, scales_ptr, topk_idx_ptr, topk_weights_ptr, payload_ptr, num_tokens_ptr,
     num_tokens_host, token_begin, num_rows, copy_table_ptr, num_copies_ptr, alive_ptr, peers_ptr,
@@ -154,7 +161,8 @@ def _dispatch_kernel(
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
     KP: tl.constexpr, C: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, BLOCK: tl.constexpr,
     WIRE: tl.constexpr, VALUE_BYTES: tl.constexpr, PAYLOAD: tl.constexpr, PAYLOAD_P: tl.constexpr,
-    ROWS_TO: tl.constexpr, NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr,
+    ROWS_TO: tl.constexpr, ROW_ALIGN: tl.constexpr, NUM_CHANNELS: tl.constexpr,
+    CHANNELS_P: tl.constexpr,
     T_ON_DEVICE: tl.constexpr, RELEASE_AFTER: tl.constexpr, SEND: tl.constexpr,
     RECEIVE: tl.constexpr, INDEX_BLOCK: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -185,42 +193,23 @@ def _dispatch_kernel(
                         num_copies_ptr, alive_ptr, peers_ptr, rows_offset, scales_offset,
                         ids_offset, weights_offset, payload_offset, choice_rank_ptr, status_ptr,
                         rank, bucket, E, stride_x, H, G, GP, GROUP, K, KP, C, R, BLOCK, WIRE,
-                        VALUE_BYTES, PAYLOAD, PAYLOAD_P, ROWS_TO,
+                        VALUE_BYTES, PAYLOAD, PAYLOAD_P, ROWS_TO, ROW_ALIGN,
                     )  # fmt: skip
             if arrive(state_ptr, channel, NUM_CHANNELS) == send_programs - 1:
                 reset_arrivals(state_ptr, channel, NUM_CHANNELS)
                 tl.store(state_ptr + NUM_CHANNELS + release_channel, released)
                 if RELEASE_AFTER & usable:
                     release(
-                        peers_ptr,
-                        alive_ptr,
-                        state_ptr,
-                        flags_offset,
-                        channel,
-                        num_tokens,
-                        rank,
-                        NUM_CHANNELS,
-                        R,
-                        RP,
-                    )
+                        peers_ptr, alive_ptr, state_ptr, flags_offset, channel, num_tokens, rank,
+                        NUM_CHANNELS, R, RP,
+                    )  # fmt: skip
     if RECEIVE:
         if program >= send_programs:
             want = wanted(state_ptr, channel, NUM_CHANNELS)
             arrived = wait(
-                flags_ptr,
-                alive_ptr,
-                state_ptr,
-                status_ptr,
-                channel,
-                want,
-                rank,
-                timeout_ns,
-                NUM_CHANNELS,
-                CHANNELS_P,
-                R,
-                RP,
-                INTERPRET,
-            )
+                flags_ptr, alive_ptr, state_ptr, status_ptr, channel, want, rank, timeout_ns,
+                NUM_CHANNELS, CHANNELS_P, R, RP, INTERPRET,
+            )  # fmt: skip
             words = flags_ptr + channel * R
             expert = program - send_programs
             if expert == L:
@@ -229,24 +218,10 @@ def _dispatch_kernel(
                 num_choices = R * bucket * K
                 # The low half of each word is the source's token count: every second int32.
                 index_one_expert(
-                    expert,
-                    L + 1,
-                    ids_ptr,
-                    words.to(tl.pointer_type(tl.int32)),
-                    alive_ptr,
-                    offsets_ptr,
-                    row_index_ptr,
-                    position_ptr,
-                    status_ptr,
-                    num_choices,
-                    num_choices * arrived,
-                    bucket,
-                    capacity,
-                    L,
-                    K,
-                    INDEX_BLOCK,
-                    2,
-                )
+                    expert, L + 1, ids_ptr, words.to(tl.pointer_type(tl.int32)), alive_ptr,
+                    offsets_ptr, row_index_ptr, position_ptr, status_ptr, num_choices, num_choices *
+                    arrived, bucket, capacity, L, K, INDEX_BLOCK, 2,
+                )  # fmt: skip
             finish_wait(state_ptr, channel, tl.num_programs(0) - send_programs, NUM_CHANNELS)
 
 
@@ -270,17 +245,9 @@ def _signal_kernel(
     if SEND:
         if tl.load(status_ptr, volatile=True) & 12 == 0:
             release(
-                peers_ptr,
-                alive_ptr,
-                state_ptr,
-                flags_offset,
-                channel,
-                tl.full((), 0, tl.int32),
-                rank,
-                NUM_CHANNELS,
-                R,
-                RP,
-            )
+                peers_ptr, alive_ptr, state_ptr, flags_offset, channel, tl.full((), 0, tl.int32),
+                rank, NUM_CHANNELS, R, RP,
+            )  # fmt: skip
     if RECEIVE:
         arrived = wait(
             flags_ptr, alive_ptr, state_ptr, status_ptr, channel,

@@ -33,6 +33,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def _alignment(row_bytes: int) -> int:
+    """The largest power of two up to 16 that every row of this size is aligned to."""
+    return min(16, row_bytes & -row_bytes)
+
+
 def region_sizes(config: EPConfig, num_ranks: int) -> dict[str, int]:
     """Bytes of each region of a rank's block: EPConfig.buffer_bytes and the flags."""
     from moe_comm.kernels import signal
@@ -166,7 +171,7 @@ class SlabEngine:
             self._timeout_ns(),
             H=hidden, G=max(groups, 1), K=config.num_topk, KP=next_power_of_2(config.num_topk),
             BLOCK=block, WIRE=_WIRE_CODE[wire.name], GROUP=wire.group or block,
-            VALUE_BYTES=value.itemsize, ROWS_LAYOUT=call.layout == "rows",
+            VALUE_BYTES=value.itemsize, ROW_ALIGN=_alignment(hidden * value.itemsize), ROWS_LAYOUT=call.layout == "rows",
             APPLIED=call.weights_applied, HAS_BIAS=bias is not None, CHUNKS=plan.combine_chunks,
             SEND=send, RECEIVE=receive, num_warps=warps, **self._common,
         )  # fmt: skip
@@ -241,6 +246,7 @@ class SlabEngine:
             scales = scales.contiguous().view(torch.uint8)
             scale_bytes = scales.shape[1]
         on_device = isinstance(call.num_tokens, Tensor)
+        value_bytes = 1 if wire.scale_dtype is not None else x.element_size()
         groups = scale_bytes or max(wire.num_groups(hidden), 1)
         _dispatch_kernel[(senders + (receivers if receive else 0),)](
             x, scales if scales is not None else self._empty, call.topk_idx.contiguous(),
@@ -260,8 +266,8 @@ class SlabEngine:
             GROUP=wire.group if quantizes else block, K=config.num_topk,
             KP=next_power_of_2(config.num_topk), C=self.copy_table.shape[1], BLOCK=block,
             WIRE=_WIRE_CODE[wire.name] if quantizes else 0,
-            VALUE_BYTES=1 if wire.scale_dtype is not None else x.element_size(),
-            PAYLOAD=width, PAYLOAD_P=next_power_of_2(width) if width else 0, ROWS_TO=rows_to,
+            VALUE_BYTES=value_bytes,
+            PAYLOAD=width, PAYLOAD_P=next_power_of_2(width) if width else 0, ROWS_TO=rows_to, ROW_ALIGN=_alignment(hidden * value_bytes),
             T_ON_DEVICE=on_device, RELEASE_AFTER=release_after, SEND=send, RECEIVE=receive,
             INDEX_BLOCK=min(4096, next_power_of_2(choices)) if index_here else 0,
             num_warps=warps, **self._common,
