@@ -19,7 +19,6 @@ import difflib
 import os
 import zipfile
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -227,7 +226,6 @@ def _open_trace(argument: str, *, num_experts: int, num_topk: int) -> tuple[Trac
     return Trace(topk_idx=ids, topk_weights=values), f"{path.name}:{selection}:{layer}"
 
 
-@lru_cache(maxsize=4)
 def _read_arrays(path: str, selection: str) -> tuple[np.ndarray, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as archive:
