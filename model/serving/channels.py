@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from datetime import timedelta
+import logging
+import queue
+import threading
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -12,7 +14,11 @@ import torch.distributed as dist
 
 from moe_comm.errors import MoeCommError
 
+logger = logging.getLogger("moe_comm")
+
 Message = dict[str, Any]
+# Control messages and state bytes of one pair of ranks pass each other.
+CONTROL_TAG, DATA_TAG = 71, 72
 
 
 class ChannelClosedError(MoeCommError):
@@ -61,38 +67,66 @@ class PipeChannel:
 
 
 class GroupChannel:
-    """Over send and receive of torch.distributed (gloo). After a timed-out receive the pair is out
-    of step, so the channel is closed for good."""
+    """Over send and receive of torch.distributed (a gloo group).
+
+    gloo has no poll, and a timed-out receive ends the connection, so a daemon thread waits for
+    messages; the group's own timeout bounds how long a channel may be idle. Close both ends, or
+    end the process, when done.
+    """
 
     def __init__(self, peer: int, group: dist.ProcessGroup | None = None) -> None:
-        self.peer, self._group, self._open = peer, group, True
+        self.peer, self._group = peer, group
+        self._inbox: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+        self._broken: str | None = None
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
 
     def send(self, message: Message) -> None:
         data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
-        self._run(dist.isend, torch.tensor([data.numel()], dtype=torch.int64), None)
-        self._run(dist.isend, data, None)
+        size = torch.tensor([data.numel()], dtype=torch.int64)
+        if self._broken is not None:
+            raise ChannelClosedError(self._broken)
+        try:
+            dist.send(size, self.peer, group=self._group, tag=CONTROL_TAG)
+            dist.send(data, self.peer, group=self._group, tag=CONTROL_TAG)
+        except RuntimeError as error:
+            raise ChannelClosedError(f"send to rank {self.peer}: {error}") from error
 
     def receive(self, timeout_s: float) -> Message:
-        length = torch.zeros(1, dtype=torch.int64)
-        self._run(dist.irecv, length, timeout_s)
-        data = torch.empty(int(length), dtype=torch.uint8)
-        self._run(dist.irecv, data, timeout_s)
-        return _message(data.numpy().tobytes())
-
-    def _run(self, operation: Any, tensor: torch.Tensor, timeout_s: float | None) -> None:
-        if not self._open:
-            raise ChannelClosedError(f"the channel to rank {self.peer} was closed by an error")
+        if self._broken is not None:
+            raise ChannelClosedError(self._broken)
         try:
-            work = operation(tensor, self.peer, group=self._group)
-            done = work.wait() if timeout_s is None else work.wait(timedelta(seconds=timeout_s))
+            data = self._inbox.get(timeout=max(timeout_s, 0.0))
+        except queue.Empty:
+            raise ChannelTimeoutError(f"receive: nothing within {timeout_s:g} s") from None
+        if isinstance(data, Exception):
+            self._broken = f"rank {self.peer}: {data}"
+            raise ChannelClosedError(self._broken) from data
+        return _message(data)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Say that no message follows, and wait for the peer to say so too: a process that ends
+        while its thread is inside gloo aborts."""
+        try:
+            dist.send(torch.tensor([0]), self.peer, group=self._group, tag=CONTROL_TAG)
         except RuntimeError as error:
-            self._open = False
-            if "imed out" in str(error) or "imeout" in str(error):
-                raise ChannelTimeoutError(f"rank {self.peer}: {error}") from error
-            raise ChannelClosedError(f"rank {self.peer}: {error}") from error
-        if done is False:
-            self._open = False
-            raise ChannelTimeoutError(f"rank {self.peer}: nothing within {timeout_s:g} s")
+            logger.debug("close: rank %d is gone already: %s", self.peer, error)
+        self._broken = self._broken or "the channel was closed"
+        self._thread.join(timeout_s)
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                size = torch.zeros(1, dtype=torch.int64)
+                dist.recv(size, self.peer, group=self._group, tag=CONTROL_TAG)
+                if int(size) == 0:
+                    self._inbox.put(EOFError("the other side closed the channel"))
+                    return
+                data = torch.empty(int(size), dtype=torch.uint8)
+                dist.recv(data, self.peer, group=self._group, tag=CONTROL_TAG)
+                self._inbox.put(data.numpy().tobytes())
+        except RuntimeError as error:
+            self._inbox.put(error)
 
 
 def _message(data: bytes) -> Message:

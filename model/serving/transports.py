@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.errors import BackendUnavailableError, MoeCommError
+from moe_comm.model.serving.channels import DATA_TAG
 from moe_comm.model.serving.segments import Segments
 from moe_comm.model.serving.staged_import import Region
 
@@ -82,7 +83,8 @@ class GroupTransport:
 
     def _wait(self, operation: Any, data: torch.Tensor, timeout_s: float) -> None:
         try:
-            done = operation(data, self.peer, group=self._group).wait(timedelta(seconds=timeout_s))
+            work = operation(data, self.peer, group=self._group, tag=DATA_TAG)
+            done = work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             # A pending receive of the library still points at its buffer.
             raise TransferError(f"rank {self.peer}: {error}", settled=False) from error
