@@ -57,12 +57,13 @@ def grouped_mlp(
     """All local experts on all their rows.
 
     Args:
-        rows: [M, H] bfloat16, or float8_e4m3fn with `scales`; the inner dimension is contiguous.
+        rows: [M, H] or [R, B, H] (received row r * B + t is rows[r, t]; the outer stride is free),
+            bfloat16, or float8_e4m3fn with `scales`; the last dimension is contiguous.
         row_index: [C] int32, the received row of each expert row; not read past the last offset.
         expert_offsets: [L + 1] int32, ascending from 0, at most C.
         weights: of the layout that the implementation reads.
-        scales: [M, G]: float32 for groups of 128, uint8 E8M0 for groups of 32 (a short last group
-            has its own); None for bfloat16 rows.
+        scales: [M, G] or [R, B, G]: float32 for groups of 128, uint8 E8M0 for groups of 32 (a short
+            last group has its own); None for bfloat16 rows.
         activation: between the products.
         implementation: "torch", "triton" or "humming"; None: the one that reads weights.layout.
         expected_rows: how many expert rows there will be, roughly; chooses tile sizes without a
@@ -75,6 +76,8 @@ def grouped_mlp(
     """
     if implementation is None:
         implementation = next(name for name in IMPLEMENTATIONS if LAYOUT_OF[name] == weights.layout)
+    if rows.dim() == 2:
+        rows, scales = rows[None], None if scales is None else scales[None]
     _check_arguments(rows, row_index, expert_offsets, weights, scales, implementation)
     capacity = row_index.shape[0]
     if out is None:
@@ -131,9 +134,8 @@ def grouped_mlp_torch(
         if start == end:
             continue
         index = row_index[start:end].to(torch.int64)
-        x = dequantize_rows(
-            rows.index_select(0, index), None if scales is None else scales.index_select(0, index)
-        )
+        source, token = index // rows.shape[1], index % rows.shape[1]
+        x = dequantize_rows(rows[source, token], None if scales is None else scales[source, token])
         gate_pair, up_pair, down_pair = weights.get(expert)
         gate = x @ mxfp4_format.dequantize(*gate_pair).T
         up = x @ mxfp4_format.dequantize(*up_pair).T
@@ -164,10 +166,10 @@ def _check_arguments(
             f"weights.layout: expected {' or '.join(readable)} for {implementation}, "
             f"got {weights.layout!r}"
         )
-    if rows.dim() != 2 or rows.shape[1] != weights.hidden or rows.stride(1) != 1:
+    if rows.dim() != 3 or rows.shape[2] != weights.hidden or rows.stride(2) != 1:
         raise ValueError(
-            f"rows: expected [M, {weights.hidden}] with a contiguous last dimension, got "
-            f"{tuple(rows.shape)} with strides {rows.stride()}"
+            f"rows: expected [M, {weights.hidden}] or [R, B, {weights.hidden}] with a contiguous "
+            f"last dimension, got {tuple(rows.shape)} with strides {rows.stride()}"
         )
     wanted = torch.bfloat16 if scales is None else torch.float8_e4m3fn
     if rows.dtype != wanted:
@@ -179,9 +181,10 @@ def _check_arguments(
         if scales.dtype not in (torch.float32, torch.uint8):
             raise TypeError(f"scales: expected float32 or uint8, got {scales.dtype}")
         groups = -(-weights.hidden // scale_group(scales))
-        if tuple(scales.shape) != (rows.shape[0], groups):
+        if tuple(scales.shape) != (*rows.shape[:2], groups) or scales.stride(2) != 1:
             raise ValueError(
-                f"scales: expected {(rows.shape[0], groups)}, got {tuple(scales.shape)}"
+                f"scales: expected {(*rows.shape[:2], groups)} with a contiguous last dimension, "
+                f"got {tuple(scales.shape)} with strides {scales.stride()}"
             )
     for name, tensor, size in (
         ("row_index", row_index, None),

@@ -1,6 +1,6 @@
 """Expert-major copy of received rows, for GEMMs that do not gather: read off the wire on the way.
 
-Shape legend: M received rows, H hidden, C capacity.
+Shape legend: R source ranks, B rows of each, H hidden, G scale groups, C capacity.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ def _gather_rows_kernel(
     row_index,
     num_rows,
     out,
-    stride_x,
-    stride_s,
+    bucket,
+    stride_xr,
+    stride_xt,
+    stride_sr,
+    stride_st,
     H,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
@@ -34,9 +37,12 @@ def _gather_rows_kernel(
         row = tl.load(row_index + n).to(tl.int64)
         k = (tile % columns) * BLOCK + tl.arange(0, BLOCK)
         mask = k < H
-        value = tl.load(x + row * stride_x + k, mask=mask, other=0.0)
+        source, token = row // bucket, row % bucket
+        x_row = x + source * stride_xr + token * stride_xt
+        value = tl.load(x_row + k, mask=mask, other=0.0)
         if KIND != 0:
-            scale = tl.load(x_scale + row * stride_s + k // GROUP, mask=mask, other=0)
+            s_row = x_scale + source * stride_sr + token * stride_st
+            scale = tl.load(s_row + k // GROUP, mask=mask, other=0)
             if KIND == 2:
                 byte = scale.to(tl.int32)
                 scale = tl.maximum(byte << 23, 0x400000).to(tl.float32, bitcast=True)
@@ -51,12 +57,13 @@ def gather_rows(
     """One pass over the expert rows, whose number only the device knows.
 
     Args:
-        rows: [M, H] bfloat16, or float8_e4m3fn with `scales` (float32 a 128 or uint8 a 32).
+        rows: [R, B, H] bfloat16, or float8_e4m3fn with `scales` [R, B, G] (float32 a 128 or uint8 a
+            32); received row r * B + t is rows[r, t].
         row_index: [C] int32.
         num_rows: int32 [1] on the device, at most C.
         out: bfloat16 [C, H], contiguous; rows from num_rows on are not written.
     """
-    hidden = rows.shape[1]
+    hidden = rows.shape[2]
     kind = 0 if scales is None else (1 if scales.element_size() == 4 else 2)
     block = min(1024, triton.next_power_of_2(hidden))
     programs = min(max(1, row_index.shape[0]) * triton.cdiv(hidden, block), 8192)
@@ -67,8 +74,11 @@ def gather_rows(
         row_index,
         num_rows,
         out,
+        rows.shape[1],
         rows.stride(0),
+        rows.stride(1),
         factor.stride(0),
+        factor.stride(1),
         hidden,
         KIND=kind,
         GROUP=128 if kind == 1 else 32,

@@ -9,8 +9,8 @@ Weights are the left operand (W x^T, tensor cores take it from registers, where 
 when SWAP, else the right one. The reduction runs in blocks of 128: nibble j of the block's words
 multiplies 32 neighbouring elements of x.
 
-Shape legend: M received rows, H hidden, I intermediate width, L local experts, C capacity, KB
-blocks of 128 along the reduction.
+Shape legend: R source ranks, B rows of each, H hidden, I intermediate width, L local experts,
+C capacity, KB blocks of 128 along the reduction.
 """
 
 from __future__ import annotations
@@ -118,22 +118,19 @@ def _plan_kernel(
 
 
 @triton.jit
-def _load_x(
-    x, x_scale, row, live, stride_x, stride_s, k0, K, KIND: tl.constexpr, EVEN: tl.constexpr
-):
-    """[BLOCK_M, 32] elements from k0 on, in bfloat16. KIND: 0 bfloat16, 1 fp8 with float32 scales a
-    128, 2 fp8 with E8M0 scales a 32."""
+def _load_x(x_row, s_row, live, k0, K, KIND: tl.constexpr, EVEN: tl.constexpr):
+    """[BLOCK_M, 32] elements from k0 on of the rows at pointers x_row, in bfloat16. KIND: 0
+    bfloat16, 1 fp8 with float32 scales a 128, 2 fp8 with E8M0 scales a 32, both at s_row."""
     k = k0 + tl.arange(0, 32)
     mask = live[:, None] if EVEN else live[:, None] & (k < K)[None, :]
-    value = tl.load(x + row[:, None] * stride_x + k[None, :], mask=mask, other=0.0)
+    value = tl.load(x_row[:, None] + k[None, :], mask=mask, other=0.0)
     if KIND != 0:
         inside = live & (k0 < K)
         if KIND == 1:
-            scale = tl.load(x_scale + row * stride_s + k0 // 128, mask=inside, other=0.0)
+            scale = tl.load(s_row + k0 // 128, mask=inside, other=0.0)
         else:
-            byte = tl.load(x_scale + row * stride_s + k0 // 32, mask=inside, other=0).to(tl.int32)
-            bits = tl.maximum(byte << 23, 0x400000)
-            scale = bits.to(tl.float32, bitcast=True)
+            byte = tl.load(s_row + k0 // 32, mask=inside, other=0).to(tl.int32)
+            scale = tl.maximum(byte << 23, 0x400000).to(tl.float32, bitcast=True)
             scale = tl.where(byte == 255, float("nan"), scale)
         value = (value.to(tl.float32) * scale[:, None]).to(tl.bfloat16)
     return value
@@ -191,8 +188,11 @@ def _expert_gemm_kernel(
     bias,
     out,
     max_blocks,
-    stride_x,
-    stride_s,
+    bucket,
+    stride_xr,
+    stride_xt,
+    stride_sr,
+    stride_st,
     K,
     N,
     capacity,
@@ -226,8 +226,12 @@ def _expert_gemm_kernel(
         live = position < end
         if GATHER:
             row = tl.load(row_index + position, mask=live, other=0).to(tl.int64)
+            source, token = row // bucket, row % bucket
+            x_row = x + source * stride_xr + token * stride_xt
+            s_row = x_scale + source * stride_sr + token * stride_st
         else:
-            row = position.to(tl.int64)
+            x_row = x + position.to(tl.int64) * stride_xt
+            s_row = x_scale + position.to(tl.int64) * stride_st
         n = (tile % columns) * BLOCK_N + tl.arange(0, BLOCK_N)
         in_n = n < N
         base = expert * KB * weight_rows
@@ -241,10 +245,10 @@ def _expert_gemm_kernel(
             acc_up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for kb in range(KB):
             k0 = kb * 128
-            x0 = _load_x(x, x_scale, row, live, stride_x, stride_s, k0, K, X_KIND, EVEN_K)
-            x1 = _load_x(x, x_scale, row, live, stride_x, stride_s, k0 + 32, K, X_KIND, EVEN_K)
-            x2 = _load_x(x, x_scale, row, live, stride_x, stride_s, k0 + 64, K, X_KIND, EVEN_K)
-            x3 = _load_x(x, x_scale, row, live, stride_x, stride_s, k0 + 96, K, X_KIND, EVEN_K)
+            x0 = _load_x(x_row, s_row, live, k0, K, X_KIND, EVEN_K)
+            x1 = _load_x(x_row, s_row, live, k0 + 32, K, X_KIND, EVEN_K)
+            x2 = _load_x(x_row, s_row, live, k0 + 64, K, X_KIND, EVEN_K)
+            x3 = _load_x(x_row, s_row, live, k0 + 96, K, X_KIND, EVEN_K)
             acc = _block_product(
                 acc, word_ptr, scale_ptr, in_n, x0, x1, x2, x3, EVEN_N, SWAP, MODE, FP32
             )
@@ -319,9 +323,9 @@ def grouped_mlp_triton(
     kind = 0 if scales is None else (1 if scale_group(scales) == 128 else 2)
     act, act_a, act_b = activation.constants
     for gated in (True, False):
-        x = rows if gated else hidden
+        x = rows if gated else hidden[None]
         target = hidden if gated else out
-        k, n = x.shape[1], target.shape[1]
+        k, n = x.shape[2], target.shape[1]
         words = weights.w13 if gated else weights.w2
         word_scales = weights.w13_scale if gated else weights.w2_scale
         bias = weights.w13_bias if gated else weights.w2_bias
@@ -340,8 +344,11 @@ def grouped_mlp_triton(
             target if bias is None else bias,
             target,
             max_blocks,
+            x.shape[1],
             x.stride(0),
+            x.stride(1),
             x_scale.stride(0),
+            x_scale.stride(1),
             k,
             n,
             capacity,

@@ -39,6 +39,24 @@ def test_torch_against_float64(activation, wire):
     check(case, run(case, activation=activation), activation=activation)
 
 
+@pytest.mark.parametrize("wire", ["bf16", "fp8"])
+def test_rows_of_ranks_apart(wire):
+    case = make_case([5, 4], 160, 64, seed=8, wire=wire)
+    bucket = -(-case.rows.shape[0] // 2)
+    wide = case.rows.new_zeros(2, bucket + 2, 160)
+    wide[0, :bucket], rest = case.rows[:bucket], case.rows[bucket:]
+    wide[1, : rest.shape[0]] = rest
+    scales = None
+    if case.scales is not None:
+        scales = torch.zeros(2, bucket, case.scales.shape[1])
+        scales[0], rest = case.scales[:bucket], case.scales[bucket:]
+        scales[1, : rest.shape[0]] = rest
+    y = grouped_mlp(
+        wide[:, :bucket], case.row_index, case.expert_offsets, case.weights("rows"), scales=scales
+    )
+    assert torch.equal(y[:9], run(case)[:9])
+
+
 def test_tiles_give_the_same_bits_as_rows():
     case = make_case([5, 2], 224, 64, seed=2)
     used = int(case.expert_offsets[-1])

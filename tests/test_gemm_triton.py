@@ -55,11 +55,11 @@ def run(case, device, *, activation=SITU, tiles=None, mode=None):
             rows, row_index, offsets, weights, scales=scales, activation=activation, out=out
         )
     return grouped_mlp_triton(
-        rows,
+        rows[None],
         row_index,
         offsets,
         weights,
-        scales,
+        None if scales is None else scales[None],
         activation,
         capacity,
         out,
@@ -129,6 +129,36 @@ def test_interp_every_code_and_scale():
 
     # The interpreter takes subnormal bfloat16 for 0: scales 0 and 1 are for the GPU.
     check_every_code("cpu", PORTABLE, 254, smallest=2)
+
+
+@interpreted
+@pytest.mark.parametrize("wire", ["bf16", "fp8", "mxfp8"])
+def test_interp_rows_of_ranks_apart(wire):
+    """Rows [R, B, H] whose ranks lie further apart than B rows, as a slab's do."""
+    case = make_case([7, 6], 160, 64, seed=12, wire=wire)
+    bucket = -(-case.rows.shape[0] // 2)
+    apart = spread(case.rows, bucket)
+    scales = None if case.scales is None else spread(case.scales, bucket)
+    out = torch.full((16, 160), torch.nan, dtype=torch.bfloat16)
+    weights = case.weights("tiles")
+    grouped_mlp(apart, case.row_index, case.expert_offsets, weights, scales=scales, out=out)
+    check(case, out, factor=2)
+    from moe_comm.kernels.expert_gemm_gather import gather_rows
+
+    x = torch.full((16, 160), torch.nan, dtype=torch.bfloat16)
+    gather_rows(apart, scales, case.row_index, case.expert_offsets[-1:], out=x)
+    wanted = torch.stack([cases.read_row(case, int(n)) for n in case.row_index[:13]])
+    torch.testing.assert_close(x[:13].double(), wanted, rtol=2.0**-7, atol=0)
+    assert x[13:].isnan().all()
+
+
+def spread(tensor, bucket):
+    """[M, n] -> [2, bucket, n], a view of memory with three rows of rubbish after each rank."""
+    wide = tensor.new_zeros(2, bucket + 3, tensor.shape[1])
+    for rank in (0, 1):
+        part = tensor[rank * bucket : (rank + 1) * bucket]
+        wide[rank, : part.shape[0]] = part
+    return wide[:, :bucket]
 
 
 @interpreted
@@ -222,6 +252,20 @@ class TestGpu:
         graph.replay()
         assert torch.equal(captured[:100], first[:100])
         assert torch.equal(grouped_mlp(rows, index, offsets, weights)[:100], first[:100])
+
+    @pytest.mark.parametrize("wire", ["bf16", "fp8", "mxfp8"])
+    def test_rows_of_ranks_apart(self, wire):
+        case = make_case([7, 6], 416, 64, seed=12, wire=wire)
+        bucket = -(-case.rows.shape[0] // 2)
+        scales = None if case.scales is None else spread(case.scales, bucket).cuda()
+        y = grouped_mlp(
+            spread(case.rows, bucket).cuda(),
+            case.row_index.cuda(),
+            case.expert_offsets.cuda(),
+            case.weights("tiles", "cuda"),
+            scales=scales,
+        )
+        check(case, y)
 
     def test_addresses_beyond_2_31(self):
         """Words of expert 700 of 704 lie beyond 2^32 bytes, and a row beyond element 2^31."""
