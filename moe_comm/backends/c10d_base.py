@@ -1,0 +1,347 @@
+"""What the c10d modes share: slots of memory, resolving destinations, and the sums of combine.
+
+Shape legend: T this rank's tokens, R ranks, B the bucket, K choices, H hidden, D width of a
+combined row (H, or K for the weights' gradients), G scale groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_comm import env, layout
+from moe_comm.backends import device_math
+from moe_comm.backends.c10d_transport import (
+    HEADER_BYTES,
+    Header,
+    Phase,
+    Transport,
+    check_header,
+    header_rows,
+    make_transport,
+)
+from moe_comm.backends.packing import Field, RecordLayout, Workspace
+from moe_comm.calls import CombineCall, DispatchCall
+from moe_comm.communicator import Communicator
+from moe_comm.config import EPConfig
+from moe_comm.errors import SlotError
+from moe_comm.group import Group
+from moe_comm.handle import Dispatched, DispatchHandle
+from moe_comm.status import Status, StatusBit
+from moe_comm.wire import WIRES, Wire
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Arrived:
+    """The index of one dispatch, kept for its combine and for a repeat of its routing.
+
+    Attributes:
+        local_idx: [R, B, K] int32 local expert ids, -1 elsewhere.
+        weights: [R, B, K].
+        num_tokens_per_rank: [R] int32.
+        expert_offsets, row_index, choice_position: as Dispatched and DispatchHandle have them.
+        num_alive: ranks that took part.
+        route: what the mode needs for the way back.
+    """
+
+    local_idx: Tensor
+    weights: Tensor
+    num_tokens_per_rank: Tensor
+    expert_offsets: Tensor
+    row_index: Tensor
+    choice_position: Tensor
+    num_alive: int
+    route: Any
+
+
+class C10dCommunicator(Communicator):
+    """The shared part; a mode adds how rows travel."""
+
+    backend = "c10d"
+    capabilities = ("payloads", "autograd", "masking")
+
+    def __init__(self, config: EPConfig, group: Group) -> None:
+        super().__init__(config, group)
+        self._ranks_alive = list(range(group.num_ranks))
+        self._transport: Transport = make_transport(
+            group, group.pg, self._ranks_alive, config.wait_s
+        )
+        self._slots = [Workspace(group.device) for _ in range(config.num_slots)]
+        self._status = torch.zeros(1, dtype=torch.int32, device=group.device)
+        self._alive: Tensor | None = None
+
+    # Resolving.
+
+    def _locate(self, call: DispatchCall, num_tokens: int | Tensor) -> layout.Destinations:
+        to = layout.destinations(
+            call.topk_idx,
+            self._copy_table,
+            self._num_copies,
+            source_rank=self.rank,
+            num_ranks=self.num_ranks,
+            num_tokens=num_tokens,
+            alive=self._alive,
+        )
+        device_math.set_bit(self._status, to.num_invalid > 0, StatusBit.INVALID_ID)
+        return to
+
+    def _on_wire(self, call: DispatchCall) -> tuple[Tensor, Tensor | None]:
+        """x as it travels: [T, H] contiguous and its scales."""
+        if call.is_quantized:
+            scales = None if call.scales is None else call.scales.contiguous()
+            return call.x.contiguous(), scales
+        x = call.x.detach()
+        values, scales = device_math.quantize(x, self.config.wire)
+        return values.contiguous(), scales
+
+    def _record_fields(self, call: DispatchCall, scales: Tensor | None) -> list[Field]:
+        """What travels beside a row apart from the routing: scales and payloads."""
+        fields = []
+        if scales is not None:
+            fields.append(Field(name="scales", dtype=scales.dtype, shape=tuple(scales.shape[1:])))
+        for name, tensor in sorted(call.payloads.items()):
+            shape = tuple(tensor.shape[1:])
+            fields.append(Field(name=f"payload {name}", dtype=tensor.dtype, shape=shape))
+        return fields
+
+    def _routing_fields(self, call: DispatchCall) -> list[Field]:
+        choices = (self.config.num_topk,)
+        return [
+            Field(name="ids", dtype=torch.int32, shape=choices),
+            Field(name="weights", dtype=call.topk_weights.dtype, shape=choices),
+        ]
+
+    def _write_extras(
+        self,
+        records: Tensor,
+        layout_: RecordLayout,
+        call: DispatchCall,
+        scales: Tensor | None,
+        tokens: Tensor | slice,
+    ) -> None:
+        """Scales and payloads of `tokens` into records [n, bytes]."""
+        if scales is not None:
+            layout_.view(records, "scales").copy_(scales[tokens])
+        for name, tensor in call.payloads.items():
+            layout_.view(records, f"payload {name}").copy_(tensor.detach()[tokens])
+
+    # Receive memory.
+
+    def _row_room(self, call: DispatchCall, like: Tensor) -> Tensor:
+        """[R, B, H] of the call's slot, in the dtype that travels."""
+        size = self.num_ranks * like.shape[1] * like.dtype.itemsize
+        return self._slots[call.slot].tensor(
+            "rows",
+            (self.num_ranks, call.bucket, like.shape[1]),
+            like.dtype,
+            reserve=size * self.config.bucket,
+        )
+
+    def _extra_room(self, call: DispatchCall, field: Field) -> Tensor:
+        """[R, B, ...] of the call's slot for one field."""
+        return self._slots[call.slot].tensor(
+            field.name,
+            (self.num_ranks, call.bucket, *field.shape),
+            field.dtype,
+            reserve=self.num_ranks * self.config.bucket * field.num_bytes,
+        )
+
+    # The index and the result of dispatch.
+
+    def _index(
+        self, local_idx: Tensor, weights: Tensor, num_tokens_per_rank: Tensor, route: Any
+    ) -> Arrived:
+        ranks, bucket, num_topk = local_idx.shape
+        offsets, row_index, position = device_math.expert_index(
+            local_idx.view(ranks * bucket, num_topk),
+            num_local_experts=self.num_local_experts,
+            capacity=self.expert_row_capacity(bucket),
+            status=self._status,
+        )
+        return Arrived(
+            local_idx=local_idx,
+            weights=weights,
+            num_tokens_per_rank=num_tokens_per_rank,
+            expert_offsets=offsets,
+            row_index=row_index,
+            choice_position=position,
+            num_alive=len(self._ranks_alive),
+            route=route,
+        )
+
+    def _dispatched(
+        self,
+        call: DispatchCall,
+        arrived: Arrived,
+        choice_rank: Tensor,
+        num_tokens: int | Tensor,
+        rows: Tensor,
+        extras: dict[str, Tensor],
+    ) -> Dispatched:
+        ids = torch.where(choice_rank >= 0, call.topk_idx.to(torch.int64), -1)
+        handle = DispatchHandle(
+            call=call.call,
+            slot=call.slot,
+            bucket=call.bucket,
+            num_rows=call.num_rows,
+            num_tokens=num_tokens,
+            topk_idx=ids if call.reuse is None else call.reuse.topk_idx,
+            choice_rank=choice_rank,
+            topk_weights=call.topk_weights,
+            received_weights=arrived.weights,
+            choice_position=arrived.choice_position,
+            num_tokens_per_rank=arrived.num_tokens_per_rank,
+            state=arrived,
+        )
+        return Dispatched(
+            rows=rows,
+            scales=extras.get("scales"),
+            topk_idx=arrived.local_idx,
+            topk_weights=arrived.weights,
+            num_tokens_per_rank=arrived.num_tokens_per_rank,
+            payloads={
+                name.removeprefix("payload "): tensor
+                for name, tensor in extras.items()
+                if name.startswith("payload ")
+            },
+            expert_offsets=arrived.expert_offsets,
+            row_index=arrived.row_index,
+            wire=self.config.wire,
+            handle=handle,
+        )
+
+    # Headers.
+
+    def _agree(self, phase: Phase, header: Header, num_rows: Tensor | None = None) -> None:
+        """Compare headers with every other rank, where that costs little or is asked for."""
+        if not (self._transport.has_headers or env.DEBUG.get()):
+            return
+        if num_rows is None:
+            num_rows = torch.zeros(self.num_ranks, dtype=torch.int32, device=self.device)
+        theirs = self._transport.exchange_headers(phase, header_rows(header, num_rows))
+        self._metrics.sent_bytes += HEADER_BYTES * len(self._transport.others)
+        self._check_headers(header, theirs)
+
+    def _check_headers(self, mine: Header, theirs: Tensor) -> None:
+        for peer in self._transport.others:
+            check_header(mine, Header(*theirs[peer].tolist()), peer)
+
+    # Combine.
+
+    def _partials(
+        self, call: CombineCall, arrived: Arrived, form: Wire
+    ) -> tuple[Tensor, Tensor | None]:
+        """This rank's terms for all tokens that came, as they travel: [R, B, D] and scales."""
+        if call.layout == "rows":
+            rows = call.y.detach()
+        else:
+            y = call.y.detach().contiguous()
+            shape = (*arrived.local_idx.shape[:2], y.shape[1])
+            rows = self._slots[call.handle.slot].tensor("partials", shape, y.dtype)
+            device_math.partial_sums(
+                y,
+                arrived.weights.flatten(0, 1),
+                arrived.choice_position,
+                weights_applied=call.weights_applied,
+                out=rows.flatten(0, 1),
+            )
+        values, scales = device_math.quantize(rows, form)
+        return values.contiguous(), scales
+
+    def _who(self, choice_rank: Tensor) -> Tensor:
+        """The rank of each choice, -1 also where the rank was masked since the dispatch."""
+        if self._alive is None:
+            return choice_rank
+        alive = self._alive[choice_rank.clamp_min(0).to(torch.int64)]
+        return torch.where(alive, choice_rank, -1)
+
+    def _output(self, call: CombineCall) -> Tensor:
+        if call.out is not None:
+            return call.out
+        return call.y.new_empty(call.handle.num_rows, call.y.shape[-1])
+
+    # The rest of the protocol.
+
+    def return_rows(self, rows: Tensor, handle: DispatchHandle) -> Tensor:
+        """Sum rows [R, B, D] of any float dtype back to their tokens [T, D], unweighted and off
+        the wire: the transport of gradients. Collective; the handle may be combined already."""
+        slot = self._take_slot(None)
+        try:
+            call = CombineCall(
+                y=rows,
+                handle=dataclasses.replace(handle, slot=slot),
+                layout="rows",
+                weights_applied=True,
+                bias=(),
+                out=None,
+            )
+            state = self._start_back(call, WIRES["none"], Phase.GRADIENT)
+            return self._finish_back(call, WIRES["none"], state)
+        finally:
+            self._busy_slots.discard(slot)
+
+    def _start_combine(self, call: CombineCall) -> Any:
+        return self._start_back(call, self.config.return_wire, Phase.COMBINE)
+
+    def _finish_combine(self, call: CombineCall, state: Any) -> Tensor:
+        return self._finish_back(call, self.config.return_wire, state)
+
+    def _start_back(self, call: CombineCall, form: Wire, phase: Phase) -> Any:
+        raise NotImplementedError
+
+    def _finish_back(self, call: CombineCall, form: Wire, state: Any) -> Tensor:
+        raise NotImplementedError
+
+    def _read_status(self) -> Status:
+        bits = StatusBit(int(self._status))
+        self._status.zero_()
+        return Status(bits=bits)
+
+    def mask_rank(self, rank: int) -> None:
+        """Go on without a dead rank. Collective among the survivors, who make a new process group
+        of their own (so the store of the default group must still be reachable: it is lost with
+        the rank that holds it, unless a launcher holds it). No call may be under way.
+
+        Choices on the rank are masked from now on; a dispatch that was made before and is
+        combined after loses the rank's terms. Handles made before cannot be reused.
+        """
+        if rank == self.rank or rank not in self._ranks_alive:
+            raise ValueError(
+                f"rank: expected one of the other live ranks {self._transport.others}, got {rank}"
+            )
+        self._ranks_alive.remove(rank)
+        world = dist.get_process_group_ranks(self.group.pg)
+        pg = dist.new_group(
+            [world[alive] for alive in self._ranks_alive],
+            backend=self.group.backend_name,
+            use_local_synchronization=True,
+        )
+        assert pg is not None
+        self._transport = make_transport(self.group, pg, self._ranks_alive, self.config.wait_s)
+        alive = torch.zeros(self.num_ranks, dtype=torch.bool)
+        alive[self._ranks_alive] = True
+        self._alive = alive.to(self.device)
+
+    def _close(self) -> None:
+        for slot in self._slots:
+            slot.clear()
+
+    def _host_tokens(self, num_tokens: int | Tensor, num_rows: int) -> int:
+        """Valid tokens on the host; synchronizes for a device scalar."""
+        count = int(num_tokens)
+        if not 0 <= count <= num_rows:
+            raise ValueError(f"num_tokens: expected 0 to {num_rows} (x.shape[0]), got {count}")
+        return count
+
+    def _reusable(self, reuse: DispatchHandle) -> Arrived:
+        arrived = reuse.state
+        if not isinstance(arrived, Arrived) or reuse._owner is not self:
+            raise ValueError("handle: expected a handle of this communicator, got another's")
+        if arrived.num_alive != len(self._ranks_alive):
+            raise SlotError(f"handle: dispatch {reuse.call} was made before a rank was masked")
+        return arrived
