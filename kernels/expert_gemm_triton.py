@@ -15,8 +15,6 @@ C capacity, KB blocks of 128 along the reduction.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +22,8 @@ from torch import Tensor
 
 from moe_comm.kernels.expert_gemm import scale_group
 from moe_comm.kernels.expert_gemm_activate import activate
+from moe_comm.kernels.expert_gemm_config import TileConfig, choose_tiles
+from moe_comm.kernels.expert_gemm_plan import make_plan
 from moe_comm.kernels.expert_gemm_weights import ExpertWeights
 from moe_comm.kernels.mxfp4_dequant import (
     NARROW,
@@ -34,87 +34,6 @@ from moe_comm.kernels.mxfp4_dequant import (
     dequantize_words,
 )
 from moe_comm.kernels.situ import Activation
-
-
-@dataclass(frozen=True, kw_only=True)
-class TileConfig:
-    """Tile sizes of the two products. block_m: expert rows; block_n: columns of the output (13:
-    gate and up have that many each); swap: weights are the left operand."""
-
-    block_m: int
-    block_n13: int
-    block_n2: int
-    num_warps: int
-    num_stages: int
-    swap: bool
-    programs_per_sm: int
-
-
-def choose_tiles(rows_per_expert: float) -> TileConfig:
-    """By the mean number of rows an expert: few rows are bound by reading weights, many by the
-    tensor cores."""
-    if rows_per_expert <= 16:
-        return TileConfig(
-            block_m=16,
-            block_n13=64,
-            block_n2=128,
-            num_warps=4,
-            num_stages=4,
-            swap=True,
-            programs_per_sm=3,
-        )
-    if rows_per_expert <= 48:
-        return TileConfig(
-            block_m=32,
-            block_n13=64,
-            block_n2=128,
-            num_warps=4,
-            num_stages=4,
-            swap=True,
-            programs_per_sm=2,
-        )
-    return TileConfig(
-        block_m=64,
-        block_n13=128,
-        block_n2=256,
-        num_warps=8,
-        num_stages=4,
-        swap=True,
-        programs_per_sm=1,
-    )
-
-
-@triton.jit
-def _plan_kernel(
-    expert_offsets,
-    plan,
-    num_experts,
-    capacity,
-    max_blocks,
-    EXPERTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """plan[0] = number of row blocks; from plan[1] each block's expert, from plan[1 + max_blocks]
-    its first expert row. One program an expert.
-
-    Example: offsets [0, 5, 5, 40], BLOCK_M 16 -> 4 blocks: experts 0, 2, 2, 2, rows 0, 5, 21, 37.
-    """
-    me = tl.program_id(0)
-    expert = tl.arange(0, EXPERTS)
-    inside = expert < num_experts
-    start = tl.load(expert_offsets + expert, mask=inside, other=0)
-    end = tl.minimum(tl.load(expert_offsets + expert + 1, mask=inside, other=0), capacity)
-    blocks = tl.where(inside, tl.maximum(end - start + BLOCK_M - 1, 0) // BLOCK_M, 0)
-    before = tl.sum(tl.where(expert < me, blocks, 0))
-    mine = tl.sum(tl.where(expert == me, blocks, 0))
-    first = tl.sum(tl.where(expert == me, start, 0))
-    if me == 0:
-        tl.store(plan, tl.sum(blocks))
-    for offset in range(0, mine, 64):
-        index = offset + tl.arange(0, 64)
-        mask = index < mine
-        tl.store(plan + 1 + before + index, me + tl.zeros_like(index), mask=mask)
-        tl.store(plan + 1 + max_blocks + before + index, first + index * BLOCK_M, mask=mask)
 
 
 @triton.jit
@@ -307,69 +226,97 @@ def grouped_mlp_triton(
     config = tiles or choose_tiles(expected_rows / weights.num_experts)
     if mode is None:
         mode = choose_mode(weights)
-    capacity, device = row_index.shape[0], rows.device
-    max_blocks = weights.num_experts + capacity // config.block_m
-    plan = torch.empty(1 + 2 * max_blocks, dtype=torch.int32, device=device)
-    _plan_kernel[(weights.num_experts,)](
-        expert_offsets,
-        plan,
-        weights.num_experts,
-        capacity,
-        max_blocks,
-        EXPERTS=triton.next_power_of_2(weights.num_experts),
-        BLOCK_M=config.block_m,
-    )
-    hidden = torch.empty(capacity, weights.inter, dtype=torch.bfloat16, device=device)
-    kind = 0 if scales is None else (1 if scale_group(scales) == 128 else 2)
-    act, act_a, act_b = activation.constants
+    capacity = row_index.shape[0]
+    plan = make_plan(expert_offsets, capacity, block_m=config.block_m)
+    hidden = torch.empty(capacity, weights.inter, dtype=torch.bfloat16, device=rows.device)
     for gated in (True, False):
-        x = rows if gated else hidden[None]
-        target = hidden if gated else out
-        k, n = x.shape[2], target.shape[1]
-        words = weights.w13 if gated else weights.w2
-        word_scales = weights.w13_scale if gated else weights.w2_scale
-        bias = weights.w13_bias if gated else weights.w2_bias
-        block_n = config.block_n13 if gated else config.block_n2
-        x_scale = scales if gated and scales is not None else x
-        most = max_blocks * triton.cdiv(n, block_n)
-        programs = min(most, _processors(device) * config.programs_per_sm)
-        _expert_gemm_kernel[(programs,)](
-            x,
-            x_scale,
+        expert_product(
+            rows if gated else hidden[None],
+            scales if gated else None,
             row_index,
             expert_offsets,
             plan,
-            words,
-            word_scales.view(torch.int32),
-            target if bias is None else bias,
-            target,
-            max_blocks,
-            x.shape[1],
-            x.stride(0),
-            x.stride(1),
-            x_scale.stride(0),
-            x_scale.stride(1),
-            k,
-            n,
-            capacity,
-            words.shape[1],
-            GATED=gated,
-            GATHER=gated,
-            X_KIND=kind if gated else 0,
-            HAS_BIAS=bias is not None,
-            ACT=act,
-            ACT_A=act_a,
-            ACT_B=act_b,
-            EVEN_K=k % 128 == 0,
-            EVEN_N=n % block_n == 0,
-            SWAP=config.swap,
-            MODE=mode,
-            FP32=device.type == "cpu",
-            BLOCK_M=config.block_m,
-            BLOCK_N=block_n,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            weights,
+            gated=gated,
+            activation=activation,
+            config=config,
+            mode=mode,
+            out=hidden if gated else out,
         )
+    return out
+
+
+def expert_product(
+    x: Tensor,
+    scales: Tensor | None,
+    row_index: Tensor,
+    expert_offsets: Tensor,
+    plan: Tensor,
+    weights: ExpertWeights,
+    *,
+    gated: bool,
+    activation: Activation,
+    config: TileConfig,
+    mode: int,
+    out: Tensor,
+) -> Tensor:
+    """One product of every expert on its rows.
+
+    Args:
+        x: [R, B, K]; gated: received rows, read through row_index; else [1, C, K] in expert order.
+        scales: of x, or None.
+        plan: make_plan for config.block_m.
+        gated: act(x W1^T, x W3^T), else x W2^T.
+        out: bfloat16 [C, N], contiguous.
+    """
+    tiles = config.gated if gated else config.down
+    words = weights.w13 if gated else weights.w2
+    word_scales = weights.w13_scale if gated else weights.w2_scale
+    bias = weights.w13_bias if gated else weights.w2_bias
+    capacity, n = out.shape
+    k, max_blocks = x.shape[2], plan.shape[0] // 2
+    kind = 0 if scales is None else (1 if scale_group(scales) == 128 else 2)
+    act, act_a, act_b = activation.constants
+    x_scale = x if scales is None else scales
+    most = max_blocks * triton.cdiv(n, tiles.block_n)
+    programs = min(most, _processors(x.device) * tiles.programs_per_sm)
+    _expert_gemm_kernel[(programs,)](
+        x,
+        x_scale,
+        row_index,
+        expert_offsets,
+        plan,
+        words,
+        word_scales.view(torch.int32),
+        out if bias is None else bias,
+        out,
+        max_blocks,
+        x.shape[1],
+        x.stride(0),
+        x.stride(1),
+        x_scale.stride(0),
+        x_scale.stride(1),
+        k,
+        n,
+        capacity,
+        words.shape[1],
+        GATED=gated,
+        GATHER=gated,
+        X_KIND=kind,
+        HAS_BIAS=bias is not None,
+        ACT=act,
+        ACT_A=act_a,
+        ACT_B=act_b,
+        EVEN_K=k % 128 == 0,
+        EVEN_N=n % tiles.block_n == 0,
+        SWAP=config.swap,
+        MODE=mode,
+        FP32=x.device.type == "cpu",
+        BLOCK_M=config.block_m,
+        BLOCK_N=tiles.block_n,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
     return out
 
 

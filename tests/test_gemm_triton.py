@@ -69,17 +69,10 @@ def run(case, device, *, activation=SITU, tiles=None, mode=None):
 
 
 def small_tiles(*, swap, block_m=16):
-    from moe_comm.kernels.expert_gemm_triton import TileConfig
+    from moe_comm.kernels.expert_gemm_config import ProductTiles, TileConfig
 
-    return TileConfig(
-        block_m=block_m,
-        block_n13=64,
-        block_n2=64,
-        num_warps=4,
-        num_stages=3,
-        swap=swap,
-        programs_per_sm=1,
-    )
+    product = ProductTiles(block_n=64, num_stages=3, programs_per_sm=1)
+    return TileConfig(block_m=block_m, gated=product, down=product, swap=swap)
 
 
 @interpreted
@@ -163,7 +156,7 @@ def spread(tensor, bucket):
 
 @interpreted
 def test_interp_plan_example():
-    from moe_comm.kernels.expert_gemm_triton import _plan_kernel
+    from moe_comm.kernels.expert_gemm_plan import _plan_kernel
 
     offsets = torch.tensor([0, 5, 5, 40], dtype=torch.int32)
     plan = torch.full((1 + 2 * 6,), -7, dtype=torch.int32)

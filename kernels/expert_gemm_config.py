@@ -1,0 +1,51 @@
+"""Tile sizes of the Triton expert GEMM, and their choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductTiles:
+    """One product's tiles. block_n: columns of the output (gate and up have that many each)."""
+
+    block_n: int
+    num_warps: int = 4
+    num_stages: int = 4
+    programs_per_sm: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileConfig:
+    """block_m: expert rows of a tile; swap: weights are the left operand; gated, down: the two
+    products' tiles."""
+
+    block_m: int
+    gated: ProductTiles
+    down: ProductTiles
+    swap: bool = True
+
+
+FEW = TileConfig(
+    block_m=16,
+    gated=ProductTiles(block_n=64, programs_per_sm=4),
+    down=ProductTiles(block_n=128, programs_per_sm=3),
+)
+SOME = TileConfig(
+    block_m=32,
+    gated=ProductTiles(block_n=64, programs_per_sm=3),
+    down=ProductTiles(block_n=128, programs_per_sm=2),
+)
+MANY = TileConfig(
+    block_m=64,
+    gated=ProductTiles(block_n=128, num_warps=8, programs_per_sm=1),
+    down=ProductTiles(block_n=256, num_warps=8, programs_per_sm=1),
+)
+
+
+def choose_tiles(rows_per_expert: float) -> TileConfig:
+    """By the mean number of rows an expert: few rows are bound by reading weights, many by the
+    tensor cores. Measured with launch/bench_gemm.py --tune."""
+    if rows_per_expert <= 16:
+        return FEW
+    return SOME if rows_per_expert <= 48 else MANY
