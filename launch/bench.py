@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,10 +10,9 @@ from typing import Any
 
 import torch
 
-from moe_comm import backends
-from moe_comm.communicator import Communicator
 from moe_comm.config import EPConfig
 from moe_comm.launch.limits import Limits
+from moe_comm.launch.modes import can_capture, config_for, expand
 from moe_comm.launch.rank_data import RankData
 from moe_comm.launch.results import Row
 from moe_comm.launch.routing import Routing
@@ -20,7 +20,7 @@ from moe_comm.launch.subjects import Case, CommunicatorSubject, Measured, PerExp
 from moe_comm.launch.timing import Samples, Statistics, time_eager, time_graph, time_host
 from moe_comm.launch.verify import Findings
 from moe_comm.launch.worker import Ranks
-from moe_comm.negotiate import create_communicator, supports
+from moe_comm.negotiate import create_communicator
 from moe_comm.topology import Topology
 from moe_comm.traffic import RoutingTraffic
 
@@ -77,7 +77,8 @@ class Bench:
         self.iters = plan.iters or (20 if on_cpu else 200)
         self.warmup = plan.warmup if plan.warmup is not None else (3 if on_cpu else 20)
         self.limits = Limits(ranks=ranks, iters=self.iters, warmup=self.warmup)
-        self.names = expand_backends(plan.backends, plan.config, ranks)
+        self.topology = Topology.detect(ranks.group)
+        self.names = expand(list(plan.backends), plan.config, ranks)
 
     def run(self) -> Outcome:
         """All cases."""
@@ -134,8 +135,11 @@ class Bench:
         if name == PER_EXPERT:
             yield PerExpertSubject(case, self.ranks)
             return
-        comm = create_communicator(case.config, self.ranks.group, name)
-        yield CommunicatorSubject(comm, case, self.ranks, can_capture=can_capture(comm, self.ranks))
+        config = config_for(name, case.config, self.topology)
+        comm = create_communicator(config, self.ranks.group, name)
+        captures = can_capture(comm, self.topology)
+        case = dataclasses.replace(case, config=config)
+        yield CommunicatorSubject(comm, case, self.ranks, can_capture=captures)
 
     def measure(self, subject: Measured, case: Case, outcome: Outcome) -> None:
         """Check, count, time; add the rows."""
@@ -202,7 +206,7 @@ class Bench:
     ) -> Row:
         """A row without figures."""
         config, wires = case.config, subject.wires
-        params["reduction"] = config.reduction if subject.backend != PER_EXPERT else "choice"
+        params["reduction"] = subject.reduction
         wire = {"dispatch": wires[0], "combine": wires[1]}.get(
             phase, wires[0] if wires[0] == wires[1] else "/".join(wires)
         )
@@ -254,33 +258,6 @@ class Bench:
             kinds.append(kind)
         row.limit_us, row.limit_kind = total, " + ".join(dict.fromkeys(kinds))
         row.params["raw_all_to_all_us"] = round(raw, 2)
-
-
-def expand_backends(names: Sequence[str], config: EPConfig, ranks: Ranks) -> list[str]:
-    """Replace "all" by every mode that all ranks can run. Collective."""
-    if "all" not in names:
-        return list(names)
-    topology = Topology.detect(ranks.group)
-    found = []
-    for name in backends.AUTO_ORDER:
-        verdict = supports(name, config, topology)
-        modes = [f"{name}:{mode}" for mode in verdict.modes] or [name]
-        if all(ranks.gather(verdict.ok)):
-            found += modes
-        else:
-            ranks.say(f"note: {name} is left out: {verdict.reason or 'another rank cannot'}")
-    return [n for given in names for n in (found if given == "all" else [given])]
-
-
-def can_capture(comm: Communicator, ranks: Ranks) -> bool:
-    """Whether this mode of the backend can be captured in a CUDA graph."""
-    if ranks.device.type != "cuda":
-        return False
-    own = getattr(comm, "can_capture", None)
-    if own is not None:
-        return bool(own)
-    verdict = supports(comm.backend, comm.config, Topology.detect(ranks.group))
-    return "capture" in verdict.capabilities
 
 
 def byte_matrix(traffic: RoutingTraffic, phase: str, sent: Sequence[int]) -> list[list[int]]:

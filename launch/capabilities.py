@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from moe_comm import backends, env
 from moe_comm.config import EPConfig
 from moe_comm.launch.machine import Machine
+from moe_comm.launch.modes import modes_of
 from moe_comm.negotiate import supports
 from moe_comm.topology import Topology
 
@@ -259,7 +260,8 @@ def backend_verdicts(machine: Machine, config: EPConfig, ep_size: int) -> list[F
     found = []
     for name in backends.AUTO_ORDER:
         verdict = supports(name, config, topology)
-        modes = f"modes {', '.join(verdict.modes)}" if verdict.modes else ""
+        names = modes_of(name, config, topology)
+        modes = f"modes {', '.join(names)}" if names else ""
         found.append(
             Finding(
                 capability=f"backend {name}",

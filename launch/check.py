@@ -17,7 +17,8 @@ import click
 from moe_comm.communicator import Communicator
 from moe_comm.config import EPConfig
 from moe_comm.launch import report, results, spawn
-from moe_comm.launch.bench import Outcome, expand_backends, report_mismatches
+from moe_comm.launch.bench import Outcome, report_mismatches
+from moe_comm.launch.modes import config_for, expand
 from moe_comm.launch.options import (
     backend,
     check_outputs,
@@ -39,6 +40,7 @@ from moe_comm.launch.run import write_files
 from moe_comm.launch.subjects import Case, CommunicatorSubject
 from moe_comm.launch.worker import WRONG, Ranks, run_rank
 from moe_comm.negotiate import create_communicator
+from moe_comm.topology import Topology
 from moe_comm.traffic import RoutingTraffic
 from moe_comm.wire import WIRES
 
@@ -161,14 +163,13 @@ def _body(ranks: Ranks, grid: Grid, given: dict[str, Any]) -> int:
 def run_grid(grid: Grid, ranks: Ranks, *, quiet: bool) -> Outcome:
     """Every case of the grid. Collective."""
     outcome = Outcome()
-    names = expand_backends(grid.backends, grid.config, ranks)
+    topology = Topology.detect(ranks.group)
+    names = expand(list(grid.backends), grid.config, ranks)
     patterns = token_patterns(grid.num_tokens, ranks.num_ranks)
     for wire, back in grid.wires:
         wired = grid.config.replace(dispatch_wire=wire, combine_wire=back)
         for name in names:
-            # The hierarchical mode adds inside the node first: its own documented order.
-            reduction = "node" if name.endswith(":hierarchical") else "rank"
-            config = wired.replace(reduction=reduction)
+            config = config_for(name, wired, topology)
             if not quiet:
                 ranks.say(f"{name}, wire {wire}, combine wire {back}")
             with create_communicator(config, ranks.group, name) as comm:

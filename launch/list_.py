@@ -11,8 +11,8 @@ from moe_comm import backends
 from moe_comm.config import PRESETS, EPConfig
 from moe_comm.launch.capabilities import topology_of
 from moe_comm.launch.machine import detect
+from moe_comm.launch.modes import modes_of, verdicts
 from moe_comm.launch.options import config_of, shape_options
-from moe_comm.negotiate import supports
 from moe_comm.wire import WIRES
 
 ROUTINGS: dict[str, str] = {
@@ -66,17 +66,19 @@ def catalogue(config: EPConfig, ep_size: int | None) -> dict[str, Any]:
     """Everything that can be named, as plain values."""
     machine = detect()
     topology = topology_of(machine, ep_size or max(machine.num_devices, 1))
-    verdicts = {name: supports(name, config, topology) for name in backends.MODULES}
+    answers = {name: verdicts(name, config, topology) for name in backends.MODULES}
     return {
         "backends": {
             name: {
-                "available": verdict.ok,
+                "available": any(verdict.ok for verdict in given.values()),
                 "in_auto": name in backends.AUTO_ORDER,
-                "modes": list(verdict.modes),
-                "capabilities": list(verdict.capabilities),
-                "remark": verdict.reason,
+                "modes": list(modes_of(name, config, topology)),
+                "capabilities": list(
+                    dict.fromkeys(c for verdict in given.values() for c in verdict.capabilities)
+                ),
+                "remark": next(iter(given.values())).reason,
             }
-            for name, verdict in verdicts.items()
+            for name, given in answers.items()
         },
         "presets": {
             name: {"num_experts": shape[0], "num_topk": shape[1], "hidden": shape[2]}

@@ -60,6 +60,8 @@ class Measured(Protocol):
     backend: str
     mode: str
     can_capture: bool
+    # Of partial sums: "rank", "node", or "choice" (none: every choice's row is returned).
+    reduction: str
     wires: tuple[str, str]
     layout: str
 
@@ -86,6 +88,7 @@ class CommunicatorSubject:
         self.comm, self.case, self.ranks = comm, case, ranks
         self.backend, self.mode, self.can_capture = comm.backend, comm.mode, can_capture
         self.wires = (case.config.dispatch_wire, case.config.combine_wire)
+        self.reduction: str = case.config.reduction
         self.layout = case.layout
         self.bucket = case.config.bucket
         mine = case.data[ranks.rank]
@@ -153,7 +156,7 @@ class CommunicatorSubject:
 class PerExpertSubject:
     """The baseline; bf16 in both directions whatever the wires of the run."""
 
-    backend, mode, can_capture = "per-expert", "", False
+    backend, mode, can_capture, reduction = "per-expert", "", False, "choice"
     wires = ("bf16", "bf16")
     layout = "expert"
 
