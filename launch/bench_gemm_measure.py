@@ -1,0 +1,251 @@
+"""Timing, limits and result rows of bench_gemm, and the search for the Triton kernel's tiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import torch
+from torch import Tensor
+
+from moe_comm.kernels.expert_gemm_config import ProductTiles, TileConfig
+from moe_comm.kernels.expert_gemm_weights import ExpertWeights
+from moe_comm.kernels.situ import SITU
+from moe_comm.launch import results
+from moe_comm.launch.bench_gemm_case import EXPERTS, HIDDEN, INTER, TOPK, Case, count_wrong
+from moe_comm.launch.timing import percentile
+
+
+def time_graph(call: Callable[[], object], *, iters: int) -> list[float]:
+    """Microseconds of each replay of a graph that holds one call."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        call()
+    samples = []
+    for index in range(iters + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        if index >= 2:
+            samples.append(start.elapsed_time(end) * 1e3)
+    return samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """read: bytes a microsecond; dense: bf16 operations a microsecond."""
+
+    read: float
+    dense: float
+
+    @classmethod
+    def measure(cls, iters: int) -> Limits:
+        """On an otherwise idle GPU."""
+        dense = 2 * 8192**3 / _dense_us(iters)
+        return cls(read=_READ_BYTES / _read_us(iters), dense=dense)
+
+
+_READ_BYTES = 4 << 30
+
+
+def _read_us(iters: int) -> float:
+    from moe_comm.kernels.expert_gemm_read import read_memory
+
+    source = torch.zeros(_READ_BYTES // 4, dtype=torch.int32, device="cuda")
+    out = torch.empty(2048, dtype=torch.int32, device="cuda")
+    return percentile(time_graph(lambda: read_memory(source, out=out), iters=iters), 50)
+
+
+def _dense_us(iters: int) -> float:
+    a, b, c = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    return percentile(time_graph(lambda: torch.mm(a, b, out=c), iters=iters), 50)
+
+
+def row(
+    case: Case,
+    limits: Limits,
+    samples: list[float],
+    *,
+    backend: str,
+    part: str,
+    wrong: int | None,
+    **params: Any,
+) -> results.Row:
+    """One result; `part` names the launches that were timed."""
+    matrices = {"w13": 2, "w2": 1, "all": 3}.get(part, 0)
+    flops = 2 * matrices * case.count * HIDDEN * INTER
+    one = HIDDEN * INTER
+    weight_bytes = matrices * case.active * (2 * one if backend == "bf16" else one // 2 + one // 32)
+    row_bytes = case.count * 2 * {"w13": HIDDEN + INTER, "w2": HIDDEN + INTER}.get(part, 0)
+    if part == "all":
+        row_bytes = case.count * 4 * (HIDDEN + INTER)
+    p50 = percentile(samples, 50)
+    limit = max((weight_bytes + row_bytes) / limits.read, flops / limits.dense)
+    params |= {"part": part, "experts_per_rank": case.experts, "rows": case.count}
+    if matrices:
+        params |= {
+            "of_limit": limit / p50,
+            "weight_gbps": weight_bytes / p50 / 1e3,
+            "of_read": weight_bytes / p50 / limits.read,
+            "tflops": flops / p50 / 1e6,
+            "of_dense": flops / p50 / limits.dense,
+        }
+    return results.Row(
+        backend=backend,
+        mode="bf16" if backend == "bf16" else "w4a16",
+        phase="experts",
+        layout="expert",
+        num_tokens=case.rows.shape[1],
+        hidden=HIDDEN,
+        num_topk=TOPK,
+        num_experts=EXPERTS,
+        ep_size=case.ranks,
+        wire="bf16",
+        routing="uniform",
+        cuda_graph=True,
+        params=params,
+        samples=len(samples),
+        p50_us=p50,
+        p99_us=percentile(samples, 99),
+        slowest_rank_p50_us=p50,
+        limit_us=limit if matrices else None,
+        limit_kind="memory or tensor cores" if matrices else None,
+        wrong=wrong,
+    )
+
+
+def checked(case: Case, call: Callable[[], Tensor]) -> int:
+    """Wrong elements of a call whose output memory held NaN before."""
+    call().fill_(torch.nan)
+    return count_wrong(case, call())
+
+
+def triton_part(
+    case: Case, weights: ExpertWeights, config: TileConfig, *, gated: bool
+) -> Callable[[], Tensor]:
+    """One product of the Triton kernel alone."""
+    from moe_comm.kernels.expert_gemm_plan import make_plan
+    from moe_comm.kernels.expert_gemm_triton import choose_mode, expert_product
+
+    room = len(case.row_index)
+    plan = make_plan(case.offsets, room, block_m=config.block_m)
+    width = INTER if gated else HIDDEN
+    out = torch.empty(room, width, dtype=torch.bfloat16, device="cuda")
+    x = case.rows
+    if not gated:
+        x = torch.randn(1, room, INTER, dtype=torch.bfloat16, device="cuda")
+    return lambda: expert_product(
+        x,
+        None,
+        case.row_index,
+        case.offsets,
+        plan,
+        weights,
+        gated=gated,
+        activation=SITU,
+        config=config,
+        mode=choose_mode(weights),
+        out=out,
+    )
+
+
+def candidates(rows_per_expert: float) -> list[tuple[int, bool, ProductTiles, ProductTiles]]:
+    """Tiles to try: (block_m, swap, gated, down); the two products' lists run side by side."""
+    few = rows_per_expert <= 16
+    found = []
+    for block_m, swap, (block_n, warps), stages in itertools.product(
+        (16,) if few else (32, 64, 128),
+        (True, False) if few else (True,),
+        ((64, 4), (128, 4), (128, 8)),
+        (3, 4, 6) if few else (3, 4),
+    ):
+        gated = ProductTiles(block_n=block_n, num_warps=warps, num_stages=stages)
+        found.append((block_m, swap, gated, dataclasses.replace(gated, block_n=2 * block_n)))
+    return found
+
+
+def tune(
+    case: Case, weights: ExpertWeights, limits: Limits, *, iters: int
+) -> Iterator[results.Row]:
+    """Every candidate of both products at several programs a multiprocessor; then the best pair as
+    a whole, checked."""
+    best: dict[tuple[int, bool, bool], tuple[float, ProductTiles]] = {}
+    for block_m, swap, gated_tiles, down_tiles in candidates(case.count / case.experts):
+        for gated, tiles in ((True, gated_tiles), (False, down_tiles)):
+            for programs in (1, 2, 3, 4):
+                one = dataclasses.replace(tiles, programs_per_sm=programs)
+                config = TileConfig(block_m=block_m, gated=one, down=one, swap=swap)
+                try:
+                    call = triton_part(case, weights, config, gated=gated)
+                    samples = time_graph(call, iters=iters)
+                except Exception as error:  # noqa: BLE001 - too large a tile: several types
+                    click.echo(f"skip {config}: {type(error).__name__}", err=True)
+                    break
+                part = "w13" if gated else "w2"
+                yield row(
+                    case,
+                    limits,
+                    samples,
+                    backend="triton",
+                    part=part,
+                    wrong=None,
+                    tiles=dataclasses.asdict(config),
+                )
+                key = (block_m, swap, gated)
+                seen = (percentile(samples, 50), one)
+                best[key] = min(best.get(key, seen), seen, key=lambda pair: pair[0])
+    for block_m, swap in sorted({key[:2] for key in best}):
+        if (block_m, swap, True) not in best or (block_m, swap, False) not in best:
+            continue
+        config = TileConfig(
+            block_m=block_m,
+            swap=swap,
+            gated=best[block_m, swap, True][1],
+            down=best[block_m, swap, False][1],
+        )
+        yield triton_row(case, weights, limits, config, iters=iters)
+
+
+def triton_row(
+    case: Case, weights: ExpertWeights, limits: Limits, config: TileConfig, *, iters: int
+) -> results.Row:
+    """The whole Triton path with these tiles, checked, then timed."""
+    from moe_comm.kernels.expert_gemm_triton import grouped_mlp_triton
+
+    out = torch.empty(len(case.row_index), HIDDEN, dtype=torch.bfloat16, device="cuda")
+
+    def call() -> Tensor:
+        return grouped_mlp_triton(
+            case.rows,
+            case.row_index,
+            case.offsets,
+            weights,
+            None,
+            SITU,
+            case.count,
+            out,
+            tiles=config,
+        )
+
+    wrong = checked(case, call)
+    return row(
+        case,
+        limits,
+        time_graph(call, iters=iters),
+        backend="triton",
+        part="all",
+        wrong=wrong,
+        tiles=dataclasses.asdict(config),
+    )
