@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, settings
+from hypothesis import HealthCheck, Phase, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -103,11 +103,15 @@ class ServingMachine(RuleBasedStateMachine):
             self.cache.copy_page(hit.pages[-1], fresh[0])
         self.prefixes.unpin(hit)
         self.active.append((handle, list(tokens[:depth]), (*hit.pages[:shared], *fresh)))
+        self.advance(len(self.active) - 1, tokens[depth:])
 
     @precondition(lambda self: self.active)
     @rule(data=st.data(), new=st.lists(st.integers(0, 1), min_size=1, max_size=5))
     def extend(self, data, new):
-        index = data.draw(st.integers(0, len(self.active) - 1))
+        self.advance(data.draw(st.integers(0, len(self.active) - 1)), new)
+
+    def advance(self, index, new):
+        """What a forward pass does, in so far as it matters here."""
         handle, tokens, pages = self.active[index]
         longer = [*tokens, *new]
         needed = self.pool.layout.pages_for(len(longer)) - len(pages)
@@ -307,7 +311,7 @@ class ServingMachine(RuleBasedStateMachine):
 QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 
-def drive(*, examples: int, steps: int) -> int:
+def drive(*, examples: int, steps: int, shrink: bool = True) -> int:
     """Run the machine; how many states were audited."""
     ServingMachine.checks = 0
     run_state_machine_as_test(
@@ -316,6 +320,7 @@ def drive(*, examples: int, steps: int) -> int:
             max_examples=examples,
             stateful_step_count=steps,
             deadline=None,
+            phases=list(Phase) if shrink else [Phase.generate],
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -24,8 +24,10 @@ class Request:
 
     `forced`: tokens to continue with instead of sampled ones (teacher forcing; at least
     `max_new_tokens` of them). `arrival_s`: seconds on the scheduler's clock. `stop_token`: ends the
-    request early. `hand_off`: after the first token the state is held as a snapshot for another
-    process, instead of going on. Raises ValueError for an empty prompt or nothing to generate.
+    request early. `chunk_ends`: positions where a prefill chunk must end, besides those that the
+    scheduler needs (for comparing chunkings). `hand_off`: after the first token the state is held
+    as a snapshot for another process, instead of going on. Raises ValueError for an empty prompt or
+    nothing to generate.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Request:
     arrival_s: float = 0.0
     forced: tuple[int, ...] | None = None
     stop_token: int | None = None
+    chunk_ends: tuple[int, ...] = ()
     hand_off: bool = False
 
     def __post_init__(self) -> None:

@@ -86,9 +86,9 @@ class Residency:
             self.cache.copy_page(hit.pages[-1], fresh[0])
         tracked.state, tracked.pages = state, (*kept, *fresh)
         tracked.processed = tracked.prefix_hit = depth
-        tracked.stops = ()
+        tracked.stops = tracked.request.chunk_ends
         if self.prefixes is not None:
-            tracked.stops = snapshot_stops(
+            tracked.stops += snapshot_stops(
                 len(tracked.tokens),
                 start=depth,
                 grid=self.pool.layout.snapshot_grid,
