@@ -5,6 +5,8 @@ the tolerance there is twice that of a GPU."""
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import runpy
 import subprocess
@@ -177,6 +179,17 @@ def test_interp_activation_pass():
     # Truncation to bfloat16 (the interpreter's) is one unit, 2 U, at most.
     torch.testing.assert_close(out[:5].float(), wanted, rtol=2.0**-7, atol=1e-6)
     assert out[5:].isnan().all()
+
+
+@interpreted
+def test_interp_read_memory():
+    from moe_comm.kernels.expert_gemm_read import read_memory
+
+    words = torch.randint(-(2**31), 2**31 - 1, (50001,), dtype=torch.int32)
+    out = torch.zeros(3, dtype=torch.int32)
+    read_memory(words, out=out)
+    fold = functools.partial(functools.reduce, operator.xor)
+    assert fold(out.tolist()) == fold(words.tolist())
 
 
 GPU_CASES = [
