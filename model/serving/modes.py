@@ -145,7 +145,7 @@ def whole(rig: Rig, case: Case) -> Trail:
 
 
 def chunked(rig: Rig, case: Case) -> Trail:
-    """One grid step at a time, the last chunk a short one, with another request in the same steps."""
+    """One grid step at a time, the last one cut short, with another request in the same steps."""
     grid = rig.layout.snapshot_grid
     server = rig.serve(case, budget=grid)
     other = Request(name="neighbour", prompt=case.neighbour, max_new_tokens=2)
