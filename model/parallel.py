@@ -41,28 +41,27 @@ class Parallel:
         return self.dp_size * self.tp_size
 
     @classmethod
-    def create(cls, tp_size: int, group: dist.ProcessGroup | None = None) -> Parallel:
-        """Over a process group, by default all ranks. Collective over that group.
+    def create(cls, tp_size: int) -> Parallel:
+        """From the initialized default process group. Collective: every rank makes every group.
 
         Raises ValueError when tp_size does not divide the number of ranks.
         """
-        everyone = dist.group.WORLD if group is None else group
-        assert everyone is not None, "torch.distributed is not initialized"
-        rank, size = dist.get_rank(everyone), dist.get_world_size(everyone)
+        rank, size = dist.get_rank(), dist.get_world_size()
         if tp_size < 1 or size % tp_size:
             raise ValueError(f"tp: expected a divisor of the {size} ranks, got {tp_size}")
         mine = None
         if tp_size > 1:
-            first = rank - rank % tp_size
-            members = [dist.get_global_rank(everyone, first + i) for i in range(tp_size)]
-            mine = dist.new_group(members, use_local_synchronization=True)
+            for first in range(0, size, tp_size):
+                group = dist.new_group(list(range(first, first + tp_size)))
+                if first == rank - rank % tp_size:
+                    mine = group
         return cls(
             tp_rank=rank % tp_size,
             tp_size=tp_size,
             dp_rank=rank // tp_size,
             dp_size=size // tp_size,
             tp_group=mine,
-            ep_group=everyone,
+            ep_group=dist.group.WORLD,
         )
 
     def shard(self, size: int, what: str) -> tuple[int, int]:
@@ -99,7 +98,7 @@ class Parallel:
         padded = x.new_zeros(size, x.shape[1])
         padded[: x.shape[0]] = x
         out = x.new_empty(self.tp_size * size, x.shape[1])
-        dist.all_gather_into_tensor(out, padded, group=self.tp_group)
+        _all_gather(out, padded, self.tp_group)
         return out[:num_tokens]
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
@@ -107,9 +106,15 @@ class Parallel:
         if self.tp_size == 1:
             return x
         out = x.new_empty(self.tp_size * x.shape[0], x.shape[1])
-        dist.all_gather_into_tensor(out, x.contiguous(), group=self.tp_group)
+        _all_gather(out, x.contiguous(), self.tp_group)
         parts = out.view(self.tp_size, x.shape[0], x.shape[1])
         return parts.transpose(0, 1).reshape(x.shape[0], -1)
+
+
+def _all_gather(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Every rank's x, one after another, into out. torch 2.13 renamed the call."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out, x, group=group)
 
 
 def row_parallel(

@@ -107,8 +107,7 @@ def choose(logits, bias, k):
 
 def moe(x, w, experts, config, *, given=None):
     """x [T, D]. `given` [T, K]: take these experts in place of the router's own choice (their
-    weights still come from the scores), so that a near tie decided by rounding does not hide what
-    is compared. Returns (out, chosen ids as a list of sorted lists)."""
+    weights still come from the scores). Returns (out, chosen ids as a list of sorted lists)."""
     beta, linear_beta = config.activation_situ_beta, config.activation_situ_linear_beta
     logits = x @ w["gate.weight"].T
     z = x @ w["routed_expert_down_proj.weight"].T

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import sys
 from pathlib import Path
 
@@ -16,11 +17,15 @@ import torch.distributed as dist
 from model_cases import State, random_tokens
 
 from moe_comm import create_communicator
+from moe_comm.kernels.mxfp4_format import dequantize
 from moe_comm.model.config import K3Config
 from moe_comm.model.layers.linear import Numerics
-from moe_comm.model.loading import load_model
+from moe_comm.model.layers.norm import situ_and_mul
+from moe_comm.model.loading import CheckpointSource, load_model
 from moe_comm.model.parallel import Parallel
-from moe_comm.model.transformer import ep_config
+from moe_comm.model.transformer import Transformer, ep_config
+from moe_comm.model.weights.checkpoint import Checkpoint
+from moe_comm.model.weights.load_experts import load_experts
 
 # (ranks, tensor-parallel size); the first is the one that others are compared with.
 LAYOUTS = ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4))
@@ -41,7 +46,28 @@ def tiny() -> K3Config:
 
 
 def tokens_of(config: K3Config, name: str) -> list[int]:
+    if name == "splits":
+        return random_tokens(config, 68, seed=5)
     return random_tokens(config, sum(REQUESTS[name]), seed=ord(name))
+
+
+class ExactExperts:
+    """The experts in fp32 throughout: the model's own take bf16 rows, whose rounding would hide a
+    small mistake elsewhere."""
+
+    def __init__(self, config, weights):
+        self.config, self.weights = config, weights
+
+    def __call__(self, arrived):
+        offsets = arrived.expert_offsets.tolist()
+        rows = arrived.rows.flatten(0, 1)[arrived.row_index[: offsets[-1]].long()]
+        out = torch.empty_like(rows)
+        for expert, (start, end) in enumerate(itertools.pairwise(offsets)):
+            gate, up, down = (dequantize(*p).float() for p in self.weights.get(expert))
+            x = rows[start:end]
+            hidden = situ_and_mul(x @ gate.T, x @ up.T, beta=4.0, linear_beta=25.0)
+            out[start:end] = hidden @ down.T
+        return out
 
 
 class Run:
@@ -96,15 +122,52 @@ def make(directory, config, numerics, parallel, capacity=CAPACITY):
     ), comm
 
 
-def placements(directory, rank, numerics):
-    """Every layout of LAYOUTS in turn, on the first of the ranks; teacher-forced steps."""
+def make_exact(directory, config, numerics, parallel):
+    """The model in fp32, experts and wires too."""
+    shape = ep_config(
+        config,
+        max_tokens_per_rank=CAPACITY,
+        numerics=numerics,
+        dispatch_wire="none",
+        combine_wire="none",
+    )
+    comm = create_communicator(shape, parallel.ep_group)
+    ids = [int(e) for e in comm.placement.slots[comm.rank]]
+    with Checkpoint(directory / "checkpoint") as checkpoint:
+        loaded = load_experts(checkpoint, config, ids, layout="rows")
+        return Transformer.build(
+            config,
+            CheckpointSource(checkpoint, config),
+            lambda layer: ExactExperts(config, loaded[layer]),
+            comm=comm,
+            parallel=parallel,
+            numerics=numerics,
+            dtype=torch.float32,
+        ), comm
+
+
+def parallel_of(rank, size, tp):
+    """`Parallel.create` on the first `size` ranks; every rank makes every group."""
+    everyone = dist.new_group(list(range(size)))
+    groups = [dist.new_group(list(range(f, f + tp))) for f in range(0, size, tp)]
+    return Parallel(
+        tp_rank=rank % tp,
+        tp_size=tp,
+        dp_rank=rank // tp,
+        dp_size=size // tp,
+        tp_group=groups[rank // tp] if rank < size else None,
+        ep_group=everyone,
+    )
+
+
+def placements(directory, rank, numerics, *, build=make):
+    """Every layout in turn, on the first of the ranks; teacher-forced steps."""
     config, out = K3Config.from_checkpoint(directory / "checkpoint"), {}
     for size, tp in LAYOUTS:
-        group = dist.new_group(list(range(size)))
+        parallel = parallel_of(rank, size, tp)
         if rank >= size:
             continue
-        parallel = Parallel.create(tp, group)
-        model, comm = make(directory, config, numerics, parallel)
+        model, comm = build(directory, config, numerics, parallel)
         run = Run(model, parallel)
         names = [n for i, n in enumerate(REQUESTS) if i % parallel.dp_size == parallel.dp_rank]
         for step in range(4):
@@ -125,15 +188,18 @@ def case_fast(directory, rank):
     return placements(directory, rank, Numerics())
 
 
-def case_invariant(directory, rank):
-    return placements(directory, rank, Numerics(batch_invariant=True))
+def case_placements(directory, rank):
+    return {
+        "exact": placements(directory, rank, Numerics(), build=make_exact),
+        "invariant": placements(directory, rank, Numerics(batch_invariant=True)),
+    }
 
 
 def case_splits(directory, rank):
     """One rank: 68 tokens at once, and prefills of 63, 64, 65 followed by decode."""
     del rank
     config, out = K3Config.from_checkpoint(directory / "checkpoint"), {}
-    tokens = random_tokens(config, 68, seed=5)
+    tokens = tokens_of(config, "splits")
     other = random_tokens(config, 30, seed=6)
     for name, numerics in (
         ("fast", Numerics()),

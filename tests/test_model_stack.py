@@ -64,7 +64,7 @@ def run(case: str, directory: Path, size: int) -> list:
         for r in range(size)
     ]
     try:
-        errors = [rank.communicate(timeout=240)[1] for rank in ranks]
+        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -78,8 +78,18 @@ def fast(directory):
 
 
 @pytest.fixture(scope="module")
-def invariant(directory):
-    return run("invariant", directory, 4)
+def placements(directory):
+    return run("placements", directory, 4)
+
+
+@pytest.fixture(scope="module")
+def exact(placements):
+    return [result["exact"] for result in placements]
+
+
+@pytest.fixture(scope="module")
+def invariant(placements):
+    return [result["invariant"] for result in placements]
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +123,8 @@ def error(got, wanted):
 
 @pytest.fixture(scope="module")
 def truth(directory):
-    """Float64 logits of each request, with the experts that the fast single rank chose, and the
-    oracle's own choices."""
+    """The configuration, and a function from a request, and perhaps routes that it must take, to
+    float64 logits, choices and states."""
     config = K3Config.from_checkpoint(directory / "checkpoint")
     with Checkpoint(directory / "checkpoint") as checkpoint:
         dense = {s.name: read_dense(checkpoint, config, s) for s in dense_tensors(config)}
@@ -132,34 +142,54 @@ def truth(directory):
                 )
             return held[layer, expert]
 
-        def of(tokens, routes):
-            given = {
-                layer: torch.tensor([routes[t, layer] for t in range(len(tokens))])
-                for layer in config.moe_layers
-            }
-            return oracle.model(config, dense, experts, tokens, given=given)
+        known = {}
+
+        def of(name, routes=None):
+            tokens = worker.tokens_of(config, name)
+            if routes is not None:
+                given = {
+                    layer: torch.tensor([routes[t, layer] for t in range(len(tokens))])
+                    for layer in config.moe_layers
+                }
+                return oracle.model(config, dense, experts, tokens, given=given)
+            if name not in known:
+                known[name] = oracle.model(config, dense, experts, tokens)
+            return known[name]
 
         yield config, of
 
 
-def test_against_float64(truth, fast):
+@pytest.mark.parametrize("layout", worker.LAYOUTS)
+def test_in_fp32_against_float64(truth, exact, layout):
+    """Everything in fp32: what is wrong in the wiring has nowhere to hide. Routes equal float64's
+    own, logits and states to fp32's accuracy through nine layers."""
     config, of = truth
-    agreed = total = 0
     for name in worker.REQUESTS:
-        routes = routes_of(fast, (1, 1), name)
+        routes = routes_of(exact, layout, name)
         tokens = worker.tokens_of(config, name)
         assert len(routes) == len(tokens) * len(config.moe_layers)
-        wanted, chosen, states = of(tokens, routes)
-        got = logits_of(fast, (1, 1), name)
-        assert error(got, wanted) < 0.03, name
-        for layer, rows in chosen.items():
-            agreed += sum(ids == routes[t, layer] for t, ids in enumerate(rows))
-            total += len(rows)
-        final = fast[0][1, 1]["recurrent"][name]
-        for i, layer in enumerate(config.kda_layers):
-            assert error(final[i], states[layer]) < 0.03, (name, layer)
-    # bf16 activations decide near ties of the router otherwise than float64 does; few.
-    assert agreed > 0.8 * total, (agreed, total)
+        wanted, chosen, states = of(name)
+        assert routes == {
+            (t, layer): ids for layer, rows in chosen.items() for t, ids in enumerate(rows)
+        }
+        assert error(logits_of(exact, layout, name), wanted) < 1e-4, name
+        if layout[1] == 1:
+            final = next(r for r in exact if name in r[layout]["recurrent"])
+            for i, layer in enumerate(config.kda_layers):
+                got = final[layout]["recurrent"][name][i]
+                assert error(got, states[layer]) < 1e-4, (name, layer)
+
+
+def test_in_bf16_against_float64(truth, splits):
+    """The real path, with the experts that it chose: rounding decides near ties of the router, and
+    with random weights one other expert changes everything after it."""
+    _, of = truth
+    result = splits["fast", 68]
+    routes = {(at, layer): ids for at, layer, ids in result["routes"]["a"]}
+    wanted, chosen, _ = of("splits", routes)
+    assert error(result["logits"]["a"], wanted) < 0.15
+    same = sum(ids == routes[t, la] for la, rows in chosen.items() for t, ids in enumerate(rows))
+    assert same > 0.7 * len(routes), (same, len(routes))
 
 
 @pytest.mark.parametrize("layout", worker.LAYOUTS[1:])
@@ -169,16 +199,20 @@ def test_invariant_placements_are_the_same_bits(invariant, layout):
         assert torch.equal(logits_of(invariant, layout, name), logits_of(invariant, (1, 1), name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", worker.LAYOUTS[1:])
-def test_fast_placements_agree(fast, layout):
-    """Partial sums are rounded by rank, so bits differ; every token is still routed once."""
+def test_fast_placements_agree(truth, fast, layout):
+    """bf16 partial sums are rounded a rank, so near ties of the router fall otherwise; each
+    placement is held against float64 on its own routes instead of against the others."""
+    config, of = truth
+    first = config.moe_layers[0]
     for name in worker.REQUESTS:
-        base = routes_of(fast, (1, 1), name)
-        routes = routes_of(fast, layout, name)
+        base, routes = routes_of(fast, (1, 1), name), routes_of(fast, layout, name)
         assert routes.keys() == base.keys()
-        same = sum(routes[key] == ids for key, ids in base.items())
-        assert same > 0.9 * len(base), (same, len(base))
-        assert error(logits_of(fast, layout, name), logits_of(fast, (1, 1), name)) < 0.03
+        early = [key for key in base if key[1] == first]
+        assert sum(routes[key] == base[key] for key in early) >= 0.9 * len(early)
+        wanted, _, _ = of(name, routes)
+        assert error(logits_of(fast, layout, name), wanted) < 0.15, name
 
 
 def test_recurrent_state_shards(invariant):
