@@ -107,10 +107,11 @@ def check_combined(out: Tensor, want: Tensor, *, rank: int) -> Findings:
 
 
 def flip_bit(arrived: Dispatched) -> None:
-    """Flip the lowest bit of one element of the first row that arrived. For tests of the check."""
+    """Flip one bit in the middle of the first row that arrived, one large enough to reach the
+    combined row. For tests of the check."""
     source, token = (arrived.topk_idx >= 0).any(dim=-1).nonzero()[0].tolist()
     row = arrived.rows[source, token].view(torch.uint8)
-    row[row.numel() // 2] ^= 1
+    row[row.numel() // 2] ^= 0x80
 
 
 def _bits(tensor: Tensor) -> Tensor:

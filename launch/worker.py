@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from moe_comm.errors import (
     BackendUnavailableError,
@@ -21,7 +22,7 @@ from moe_comm.errors import (
     WrongDataError,
 )
 from moe_comm.group import Group
-from moe_comm.launch.spawn import LOST, LOST_RANK_KEY
+from moe_comm.launch.spawn import LOST, LOST_RANK_KEY, PARENT_VARIABLE
 
 WRONG, UNAVAILABLE = 1, 3
 # Ranks that start together may be this far apart: imports on a busy machine.
@@ -37,8 +38,11 @@ class Ranks:
         timeout_s: bound of every wait.
     """
 
-    def __init__(self, group: Group, *, timeout_s: float) -> None:
+    def __init__(
+        self, group: Group, *, timeout_s: float, launcher_store: Store | None = None
+    ) -> None:
         self.group, self.timeout_s = group, timeout_s
+        self._launcher_store = launcher_store
         self.rank, self.num_ranks, self.device = group.rank, group.num_ranks, group.device
 
     @property
@@ -74,20 +78,18 @@ class Ranks:
         except RuntimeError as error:
             detail = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise PeerTimeoutError(
-                what, self.rank, lost_rank(), timeout_s=self.timeout_s, detail=detail
+                what, self.rank, self.lost_rank(), timeout_s=self.timeout_s, detail=detail
             ) from error
 
-
-def lost_rank(*, wait_s: float = 1.0) -> int | None:
-    """The rank the launcher saw die, if it saw one; it may need a moment to see it."""
-    store = dist.distributed_c10d._get_default_store()
-    end = time.monotonic() + wait_s
-    while time.monotonic() < end:
-        with contextlib.suppress(RuntimeError):
-            if store.check([LOST_RANK_KEY]):
-                return int(store.get(LOST_RANK_KEY))
-        time.sleep(0.05)
-    return None
+    def lost_rank(self, *, wait_s: float = 1.0) -> int | None:
+        """The rank that the launcher saw die, if it saw one; it may need a moment to see it."""
+        store, end = self._launcher_store, time.monotonic() + wait_s
+        while store is not None and time.monotonic() < end:
+            with contextlib.suppress(RuntimeError):
+                if store.check([LOST_RANK_KEY]):
+                    return int(store.get(LOST_RANK_KEY))
+            time.sleep(0.05)
+        return None
 
 
 def rank_device(device_type: str) -> torch.device:
@@ -121,11 +123,24 @@ def joined(device_type: str, *, timeout_s: float) -> Iterator[Ranks]:
         device_id=device if device.type != "cpu" else None,
     )
     try:
-        yield Ranks(Group(device=device), timeout_s=timeout_s)
+        yield Ranks(Group(device=device), timeout_s=timeout_s, launcher_store=_launcher_store())
     finally:
         # After an error a collective of a peer may never come: then the process just ends.
         if sys.exc_info()[0] is None:
             dist.destroy_process_group()
+
+
+def _launcher_store() -> Store | None:
+    """The launcher's own store, where it writes what the ranks cannot know; None under torchrun."""
+    if PARENT_VARIABLE not in os.environ:
+        return None
+    return TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
+        timeout=datetime.timedelta(seconds=_START_S),
+    )
 
 
 def run_rank(body: Callable[[Ranks], int], *, device_type: str, timeout_s: float) -> int:
