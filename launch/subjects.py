@@ -91,6 +91,10 @@ class CommunicatorSubject:
         self.reduction: str = case.config.reduction
         self.layout = case.layout
         self.bucket = case.config.bucket
+        # A mode that goes by the bucket says which one this bucket takes.
+        mode_for = getattr(comm, "mode_for", None)
+        if mode_for is not None:
+            self.mode = mode_for(self.bucket)
         mine = case.data[ranks.rank]
         self._mine = mine
         self._y = torch.empty(0)
