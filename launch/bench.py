@@ -161,7 +161,7 @@ class Bench:
                 row.wrong = wrong[phase]
             if phase in statistics:
                 self.fill(row, statistics[phase])
-                if self.plan.limit and self.ranks.num_ranks > 1:
+                if self.plan.limit and row.remote_bytes:
                     self.set_limit(row, case, per_rank, graph=graph)
             outcome.rows.append(row)
 

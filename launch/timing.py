@@ -1,6 +1,7 @@
 """Timing loops: dispatch, combine and round trip of one subject, per rank, in microseconds.
 
-On a CPU: a barrier, then the wall clock around the call. On CUDA: events on the stream, either
+On a CPU, and on accelerators other than CUDA: a barrier, then the wall clock around the call, the
+device's own work included. On CUDA: events on the stream, either
 around eager calls after a barrier, or inside a captured graph of several back-to-back pairs, so
 that neither the host nor the launch is in the figure.
 """
@@ -70,16 +71,19 @@ def percentile(samples: Sequence[float], percent: float) -> float:
 
 
 def time_host(subject: Subject, ranks: Ranks, *, iters: int, warmup: int) -> Samples:
-    """Wall clock, for devices whose calls return when they are done. Collective."""
+    """Wall clock until the work is done, on whatever device. Collective."""
     samples: Samples = {"dispatch": [], "combine": [], "round_trip": []}
+    wait = _waiter(ranks.device)
     for index in range(warmup + iters):
         ranks.barrier(what="dispatch")
         start = time.perf_counter()
         arrived = subject.dispatch()
+        wait()
         middle = time.perf_counter()
         ranks.barrier(what="combine")
         resumed = time.perf_counter()
         subject.combine(arrived)
+        wait()
         end = time.perf_counter()
         if index >= warmup:
             samples["dispatch"].append((middle - start) * 1e6)
@@ -88,6 +92,7 @@ def time_host(subject: Subject, ranks: Ranks, *, iters: int, warmup: int) -> Sam
         ranks.barrier(what="round trip")
         start = time.perf_counter()
         subject.combine(subject.dispatch())
+        wait()
         if index >= warmup:
             samples["round_trip"].append((time.perf_counter() - start) * 1e6)
     return samples
@@ -157,10 +162,12 @@ def time_calls(
     subject = _Alone(call)
     if ranks.device.type != "cuda":
         samples = []
+        wait = _waiter(ranks.device)
         for index in range(warmup + iters):
             ranks.barrier(what="limit")
             start = time.perf_counter()
             call()
+            wait()
             if index >= warmup:
                 samples.append((time.perf_counter() - start) * 1e6)
         return samples
@@ -198,6 +205,13 @@ def _read_marks(marks: Sequence[Sequence[torch.cuda.Event]]) -> Samples:
         "combine": [e[1].elapsed_time(e[2]) * 1e3 for e in marks],
         "round_trip": [e[0].elapsed_time(e[2]) * 1e3 for e in marks],
     }
+
+
+def _waiter(device: torch.device) -> Callable[[], None]:
+    """What makes the host wait for the device: nothing on a CPU."""
+    if device.type == "cpu":
+        return lambda: None
+    return lambda: torch.accelerator.synchronize(device)
 
 
 def _flusher(device: torch.device, *, enabled: bool) -> Callable[[], None]:
