@@ -34,15 +34,15 @@ LAYOUTS = ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4))
 # grid, and steps in which a request has no part.
 REQUESTS = {
     "a": (64, 2, 1, 1),
-    "b": (5, 0, 60, 1),
+    "b": (5, 0, 20, 1),
     "c": (1, 2, 0, 3),
 }
-CAPACITY = 32  # below the largest step: slices go through the communicator in rounds
+CAPACITY = 48  # below the largest step: slices go through the communicator in rounds
 
 
 def tiny() -> K3Config:
     """k3-tiny with fewer experts, so that six models load in seconds."""
-    return dataclasses.replace(K3Config.preset("k3-tiny"), num_experts=64, num_experts_per_token=8)
+    return dataclasses.replace(K3Config.preset("k3-tiny"), num_experts=32, num_experts_per_token=4)
 
 
 def tokens_of(config: K3Config, name: str) -> list[int]:
@@ -122,11 +122,11 @@ def make(directory, config, numerics, parallel, capacity=CAPACITY):
     ), comm
 
 
-def make_exact(directory, config, numerics, parallel):
+def make_exact(directory, config, numerics, parallel, capacity=CAPACITY):
     """The model in fp32, experts and wires too."""
     shape = ep_config(
         config,
-        max_tokens_per_rank=CAPACITY,
+        max_tokens_per_rank=capacity,
         numerics=numerics,
         dispatch_wire="none",
         combine_wire="none",
@@ -177,7 +177,7 @@ def placements(directory, rank, numerics, *, build=make):
                 length = REQUESTS[name][step]
                 if length:
                     parts.append((name, tokens_of(config, name)[begin : begin + length]))
-            run.step(parts, bucket=128)
+            run.step(parts, bucket=80)
         comm.check()
         out[size, tp] = run.result()
         comm.destroy()
@@ -201,14 +201,15 @@ def case_splits(directory, rank):
     config, out = K3Config.from_checkpoint(directory / "checkpoint"), {}
     tokens = tokens_of(config, "splits")
     other = random_tokens(config, 30, seed=6)
-    for name, numerics in (
-        ("fast", Numerics()),
-        ("chunked", Numerics(batch_invariant=True, kda="chunked")),
-        ("recurrent", Numerics(batch_invariant=True, kda="recurrent")),
+    for name, numerics, build in (
+        ("bf16", Numerics(), make),
+        ("fp32", Numerics(), make_exact),
+        ("chunked", Numerics(batch_invariant=True, kda="chunked"), make),
+        ("recurrent", Numerics(batch_invariant=True, kda="recurrent"), make),
     ):
         parallel = Parallel.create(1)
-        model, comm = make(directory, config, numerics, parallel, capacity=128)
-        for cut in (68, 63, 64, 65):
+        model, comm = build(directory, config, numerics, parallel, capacity=128)
+        for cut in (68,) if name == "bf16" else (68, 63, 64, 65):
             run = Run(model, parallel)
             run.step([("a", tokens[:cut])], bucket=128)
             for i in range(cut, 68):

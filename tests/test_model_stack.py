@@ -184,7 +184,7 @@ def test_in_bf16_against_float64(truth, splits):
     """The real path, with the experts that it chose: rounding decides near ties of the router, and
     with random weights one other expert changes everything after it."""
     _, of = truth
-    result = splits["fast", 68]
+    result = splits["bf16", 68]
     routes = {(at, layer): ids for at, layer, ids in result["routes"]["a"]}
     wanted, chosen, _ = of("splits", routes)
     assert error(result["logits"]["a"], wanted) < 0.15
@@ -227,22 +227,23 @@ def test_recurrent_state_shards(invariant):
 
 
 @pytest.mark.parametrize("cut", [63, 64, 65])
-@pytest.mark.parametrize("mode", ["fast", "chunked", "recurrent"])
+@pytest.mark.parametrize("mode", ["fp32", "chunked", "recurrent"])
 def test_prefill_then_decode_is_whole_prefill(splits, mode, cut):
+    """Batch invariant and token by token: the same bits. With the chunked form, the tokens before
+    the cut. In fp32: the same routes, and fp32's accuracy. (In bf16 a near tie of the router that
+    rounding decides otherwise changes what follows, so there is no bound to state.)"""
     whole, got = splits[mode, 68], splits[mode, cut]
-    # Before the cut, the same kernels on the same tokens: no bit differs where rows are invariant.
-    difference = error(got["logits"]["a"], whole["logits"]["a"])
-    state = error(got["recurrent"]["a"], whole["recurrent"]["a"])
+    logits = got["logits"]["a"], whole["logits"]["a"]
+    states = got["recurrent"]["a"], whole["recurrent"]["a"]
     if mode == "recurrent":
-        assert torch.equal(got["logits"]["a"], whole["logits"]["a"])
-        assert torch.equal(got["recurrent"]["a"], whole["recurrent"]["a"])
-    elif mode == "chunked":
-        assert torch.equal(got["logits"]["a"][:cut], whole["logits"]["a"][:cut])
-        assert difference < 0.02, difference
-        assert state < 0.02, state
-    else:
-        assert difference < 0.04, difference
-        assert state < 0.04, state
+        assert torch.equal(*logits)
+        assert torch.equal(*states)
+        return
+    assert sorted(got["routes"]["a"]) == sorted(whole["routes"]["a"])
+    assert error(*logits) < 1e-4
+    assert error(*states) < 1e-4
+    if mode == "chunked":
+        assert torch.equal(logits[0][:cut], logits[1][:cut])
 
 
 @pytest.mark.parametrize("mode", ["chunked", "recurrent"])
