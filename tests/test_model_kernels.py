@@ -167,6 +167,4 @@ def test_interpreted():
 @pytest.mark.gpu
 @pytest.mark.parametrize("check", CHECKS)
 def test_on_gpu(check):
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     check("cuda", BF16)
