@@ -18,6 +18,7 @@ class Metrics:
     Attributes:
         dispatches, combines: calls.
         sent_bytes: bytes handed to the transport for other ranks, where the host knows them.
+        cross_node_bytes: those of them for ranks of other nodes.
         timeouts: PeerTimeoutErrors raised.
         errors: other recorded errors raised by check().
         fallbacks: backends that were tried before this one.
@@ -26,6 +27,7 @@ class Metrics:
     dispatches: int = 0
     combines: int = 0
     sent_bytes: int = 0
+    cross_node_bytes: int = 0
     timeouts: int = 0
     errors: int = 0
     fallbacks: int = 0

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from rank_pool import RankContext
 from torch import Tensor
 
 from moe_comm import EPConfig, ExpertPlacement, quantize
 from moe_comm.backends.reference import RankInput, ReferenceWorld
+from moe_comm.errors import ExpertRowsOverflowError
 from moe_comm.handle import Dispatched
 from moe_comm.launch.experts import expert_factors
 from moe_comm.launch.rank_data import RankData
@@ -49,7 +51,7 @@ class Case:
         load: build the placement from random load with this many redundant experts.
         counts: experts of each rank.
         edit: (rank, token, choice, id) written into the routing.
-        node_of_rank: for the reference; the communicator is told by `ranks_per_node`.
+        overflow: more rows arrive than max_expert_rows.
         ranks_per_node: MOE_COMM_RANKS_PER_NODE during creation.
     """
 
@@ -73,6 +75,7 @@ class Case:
     load: int | None = None
     counts: tuple[int, ...] | None = None
     edit: tuple[tuple[int, int, int, int], ...] = ()
+    overflow: bool = False
     ranks_per_node: int | None = None
 
     @property
@@ -263,8 +266,10 @@ def check_case(context: RankContext, case: Case) -> dict[str, int]:
                     for new, old in zip(other, inputs, strict=True)
                 ]
                 _check_call(comm, case, config, again, call, handle=comm.last_handle)
-        if not case.edit and not case.padding:
-            comm.check()
+        if case.overflow:
+            with pytest.raises(ExpertRowsOverflowError, match="max_expert_rows"):
+                comm.check()
+        comm.check()
         metrics: dict[str, int] = comm.metrics()
     return metrics
 

@@ -7,6 +7,7 @@ combined row (H, or K for the weights' gradients), G scale groups.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch import Tensor
 from moe_comm import env, layout
 from moe_comm.backends import device_math
 from moe_comm.backends.c10d_transport import (
-    HEADER_BYTES,
     Header,
     Phase,
     Transport,
@@ -69,11 +69,16 @@ class C10dCommunicator(Communicator):
         super().__init__(config, group)
         self._ranks_alive = list(range(group.num_ranks))
         self._transport: Transport = make_transport(
-            group, group.pg, self._ranks_alive, config.wait_s
+            group, group.pg, self._ranks_alive, config.wait_s, self._count_sent
         )
         self._slots = [Workspace(group.device) for _ in range(config.num_slots)]
         self._status = torch.zeros(1, dtype=torch.int32, device=group.device)
         self._alive: Tensor | None = None
+
+    def _count_sent(self, peer: int, num_bytes: int) -> None:
+        self._metrics.sent_bytes += num_bytes
+        if self.group.node_of_rank[peer] != self.group.node_of_rank[self.rank]:
+            self._metrics.cross_node_bytes += num_bytes
 
     # Resolving.
 
@@ -224,11 +229,10 @@ class C10dCommunicator(Communicator):
         if num_rows is None:
             num_rows = torch.zeros(self.num_ranks, dtype=torch.int32, device=self.device)
         theirs = self._transport.exchange_headers(phase, header_rows(header, num_rows))
-        self._metrics.sent_bytes += HEADER_BYTES * len(self._transport.others)
-        self._check_headers(header, theirs)
+        self._check_headers(header, theirs, self._transport.others)
 
-    def _check_headers(self, mine: Header, theirs: Tensor) -> None:
-        for peer in self._transport.others:
+    def _check_headers(self, mine: Header, theirs: Tensor, peers: Sequence[int]) -> None:
+        for peer in peers:
             check_header(mine, Header(*theirs[peer].tolist()), peer)
 
     # Combine.
@@ -248,6 +252,7 @@ class C10dCommunicator(Communicator):
                 arrived.weights.flatten(0, 1),
                 arrived.choice_position,
                 weights_applied=call.weights_applied,
+                fill_empty=self.config.max_expert_rows is not None,
                 out=rows.flatten(0, 1),
             )
         values, scales = device_math.quantize(rows, form)
@@ -322,7 +327,9 @@ class C10dCommunicator(Communicator):
             use_local_synchronization=True,
         )
         assert pg is not None
-        self._transport = make_transport(self.group, pg, self._ranks_alive, self.config.wait_s)
+        self._transport = make_transport(
+            self.group, pg, self._ranks_alive, self.config.wait_s, self._count_sent
+        )
         alive = torch.zeros(self.num_ranks, dtype=torch.bool)
         alive[self._ranks_alive] = True
         self._alive = alive.to(self.device)

@@ -86,8 +86,6 @@ class DenseCommunicator(C10dCommunicator):
         rows[self.rank, : call.num_rows].copy_(values)
         flat = as_bytes(rows.view(self.num_ranks, -1))
         row_transfer = self._transport.all_gather(Phase.DISPATCH, flat, Kind.ROWS)
-        sent = records.shape[1] + flat.shape[1]
-        self._metrics.sent_bytes += sent * len(self._transport.others)
         return _Sent(
             choice_rank=choice_rank,
             num_tokens=num_tokens,
@@ -185,7 +183,6 @@ class DenseCommunicator(C10dCommunicator):
             back = slot.tensor(kind.name, terms.shape, terms.dtype)
             give, take = (as_bytes(t.view(self.num_ranks, -1)) for t in (terms, back))
             transfer = self._transport.all_to_all_equal(phase, give, take, kind)
-            self._metrics.sent_bytes += give.shape[1] * len(self._transport.others)
             ways.append(_Way(sent=terms, received=back, transfer=transfer))
         return ways
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from moe_comm.backends import device_math
 from moe_comm.backends.c10d_base import Arrived, C10dCommunicator
 from moe_comm.backends.c10d_transport import (
-    HEADER_BYTES,
     Done,
     Header,
     Kind,
@@ -173,8 +172,7 @@ class ExactCommunicator(C10dCommunicator):
         mine = header_rows(header, goes.sum(dim=0))
         mine[:, 2] = num_tokens
         theirs = self._transport.exchange_headers(Phase.DISPATCH, mine)
-        self._metrics.sent_bytes += HEADER_BYTES * len(self._transport.others)
-        self._check_headers(header, theirs)
+        self._check_headers(header, theirs, self._transport.others)
         # Free after the headers: their exchange waited for the device already.
         sent = [int(count) for count in mine[:, 3].tolist()]
         by_rank = torch.nonzero_static(goes.t(), size=sum(sent))
@@ -213,7 +211,6 @@ class ExactCommunicator(C10dCommunicator):
             layout.view(out, "weights").copy_(call.topk_weights.detach()[tokens])
             layout.view(out, "token").copy_(tokens)
         self._write_extras(out, layout, call, scales, plan.tokens)
-        self._metrics.sent_bytes += out.numel()
         transfer = self._transport.all_to_all(
             Phase.DISPATCH,
             {p: out[spread(plan.sent, p)] for p in self._transport.others if plan.sent[p]},
@@ -252,7 +249,6 @@ class ExactCommunicator(C10dCommunicator):
         sizes = [plan.received[p] for p in landing]
         staged = slot.tensor("rows in", (sum(sizes), source.shape[1]), torch.uint8)
         recvs.update(zip(landing, staged.split(sizes), strict=True))
-        self._metrics.sent_bytes += sum(plan.sent) * source.shape[1]
         transfer = self._transport.all_to_all(Phase.DISPATCH, sends, recvs, Kind.ROWS)
         # While they travel: this rank's own rows, all of them, since a copy is cheaper than a
         # choice.
@@ -385,7 +381,6 @@ class ExactCommunicator(C10dCommunicator):
         sizes = [plan.sent[p] for p in landing]
         staged = space.tensor(f"{kind.name} in", (sum(sizes), width), torch.uint8)
         recvs.update(zip(landing, staged.split(sizes), strict=True))
-        self._metrics.sent_bytes += sum(plan.received[p] for p in others) * width
         transfer = self._transport.all_to_all(phase, sends, recvs, kind)
         back[self.rank].copy_(terms[self.rank])
         return _Way(transfer=transfer, places=places, staged=staged, landing=landing)

@@ -15,7 +15,7 @@ import contextlib
 import datetime
 import enum
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 import torch
@@ -56,6 +56,8 @@ class Kind(enum.IntEnum):
     BACK_SCALES = 4
     FORWARD_RECORDS = 5
     FORWARD_ROWS = 6
+    NODE_ROWS = 7
+    NODE_SCALES = 8
 
 
 @dataclass(frozen=True)
@@ -129,15 +131,22 @@ class Transport(abc.ABC):
 
     Attributes:
         alive: the communicator's ranks that take part, ascending, this one included.
+        count: told (peer, bytes) of all that is sent.
         has_headers: headers are cheap here and are exchanged before every call.
     """
 
     has_headers: bool
 
     def __init__(
-        self, pg: dist.ProcessGroup, peers: Peers, alive: Sequence[int], wait_s: float
+        self,
+        pg: dist.ProcessGroup,
+        peers: Peers,
+        alive: Sequence[int],
+        wait_s: float,
+        count: Callable[[int, int], None],
     ) -> None:
         self.pg, self.peers, self.alive, self.wait_s = pg, peers, list(alive), wait_s
+        self.count = count
         self.rank = peers.rank
         # Leaves time to find out who is lost, so that the error comes within wait_s.
         self.patience_s = wait_s - min(1.0, 0.2 * wait_s)
@@ -145,9 +154,14 @@ class Transport(abc.ABC):
         self.lost: PeerTimeoutError | None = None
 
     @abc.abstractmethod
-    def exchange_headers(self, phase: Phase, headers: Tensor) -> Tensor:
+    def exchange_headers(
+        self, phase: Phase, headers: Tensor, among: Sequence[int] | None = None
+    ) -> Tensor:
         """int32 [R, width], row r for rank r, on the data's device -> [R, width] on the host, row
-        r from rank r. Rows of ranks that take no part are zero. Blocks the host."""
+        r from rank r. Rows of ranks that take no part are zero. Blocks the host.
+
+        among: the ranks this one exchanges with, each of which names this one too; default all.
+        """
 
     @abc.abstractmethod
     def all_to_all(
@@ -183,13 +197,16 @@ class PointToPoint(Transport):
 
     has_headers = True
 
-    def exchange_headers(self, phase: Phase, headers: Tensor) -> Tensor:
+    def exchange_headers(
+        self, phase: Phase, headers: Tensor, among: Sequence[int] | None = None
+    ) -> Tensor:
         """See Transport."""
         theirs = torch.zeros_like(headers)
+        peers = self.others if among is None else [p for p in self.others if p in among]
         self._messages(
             phase,
-            {peer: headers[peer] for peer in self.others},
-            {peer: theirs[peer] for peer in self.others},
+            {peer: headers[peer] for peer in peers},
+            {peer: theirs[peer] for peer in peers},
             Kind.HEADER,
         ).wait()
         return theirs
@@ -235,6 +252,7 @@ class PointToPoint(Transport):
                     if recv:
                         works.append((peer, self.pg.recv([tensor], at, _TAG + kind)))
                     else:
+                        self.count(peer, tensor.nbytes)
                         works.append((peer, self.pg.send([tensor], at, _TAG + kind)))
                 except RuntimeError as error:
                     failures[peer] = str(error)
@@ -295,15 +313,26 @@ class Collective(Transport):
     has_headers = False
 
     def __init__(
-        self, pg: dist.ProcessGroup, peers: Peers, alive: Sequence[int], wait_s: float
+        self,
+        pg: dist.ProcessGroup,
+        peers: Peers,
+        alive: Sequence[int],
+        wait_s: float,
+        count: Callable[[int, int], None],
     ) -> None:
-        super().__init__(pg, peers, alive, wait_s)
+        super().__init__(pg, peers, alive, wait_s, count)
         self.device = peers.device
         # The list form takes each message from where it lies. Only NCCL's is known to work so.
         self.has_lists = backend_for(pg, self.device.type) == "nccl"
 
-    def exchange_headers(self, phase: Phase, headers: Tensor) -> Tensor:
-        """See Transport."""
+    def exchange_headers(
+        self, phase: Phase, headers: Tensor, among: Sequence[int] | None = None
+    ) -> Tensor:
+        """See Transport. A collective: all ranks take part, whoever they need to hear."""
+        del among
+        self.raise_if_lost()
+        for peer in self.others:
+            self.count(peer, HEADER_BYTES)
         sends = headers[self.alive] if len(self.alive) < headers.shape[0] else headers
         theirs = torch.empty_like(sends)
         with self.errors(phase):
@@ -342,6 +371,8 @@ class Collective(Transport):
         del kind
         self.raise_if_lost()
         empty = torch.empty(0, dtype=torch.uint8, device=self.device)
+        for peer, tensor in sends.items():
+            self.count(peer, tensor.nbytes)
         give = [sends.get(rank, empty).view(-1) for rank in self.alive]
         take = [recvs.get(rank, empty).view(-1) for rank in self.alive]
         if self.has_lists:
@@ -378,6 +409,8 @@ class Collective(Transport):
                 {peer: buffer[peer] for peer in self.others},
                 kind,
             )
+        for peer in self.others:
+            self.count(peer, buffer[self.rank].nbytes)
         with self.errors(phase):
             work = dist.all_gather_into_tensor(
                 buffer.view(-1), buffer[self.rank], group=self.pg, async_op=True
@@ -397,6 +430,8 @@ class Collective(Transport):
                 {peer: recv[peer] for peer in self.others},
                 kind,
             )
+        for peer in self.others:
+            self.count(peer, send[peer].nbytes)
         with self.errors(phase):
             work = dist.all_to_all_single(
                 recv.view(-1), send.view(-1), group=self.pg, async_op=True
@@ -471,10 +506,14 @@ def header_rows(header: Header, num_rows: Tensor) -> Tensor:
 
 
 def make_transport(
-    group: Group, pg: dist.ProcessGroup, alive: Sequence[int], wait_s: float
+    group: Group,
+    pg: dist.ProcessGroup,
+    alive: Sequence[int],
+    wait_s: float,
+    count: Callable[[int, int], None],
 ) -> Transport:
     """The transport for the group's device. Collective: peers learn each other's processes."""
     peers = Peers(group, pg, alive)
     if group.device.type == "cpu" and backend_for(pg, "cpu") == "gloo":
-        return PointToPoint(pg, peers, alive, wait_s)
-    return Collective(pg, peers, alive, wait_s)
+        return PointToPoint(pg, peers, alive, wait_s, count)
+    return Collective(pg, peers, alive, wait_s, count)

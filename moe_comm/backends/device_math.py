@@ -41,6 +41,8 @@ def expert_index(
         return on_cuda(
             local_idx, num_local_experts=num_local_experts, capacity=capacity, status=status
         )
+    if local_idx.device.type == "cpu":
+        return _expert_index_cpu(local_idx, num_local_experts, capacity, status)
     index = layout.expert_index(local_idx, num_local_experts=num_local_experts, capacity=capacity)
     set_bit(status, index.num_dropped > 0, StatusBit.ROWS_OVERFLOW)
     return index.expert_offsets, index.row_index, index.choice_position
@@ -72,7 +74,13 @@ def quantize(x: Tensor, form: Wire) -> tuple[Tensor, Tensor | None]:
 
 
 def partial_sums(
-    y: Tensor, weights: Tensor, position: Tensor, *, weights_applied: bool, out: Tensor
+    y: Tensor,
+    weights: Tensor,
+    position: Tensor,
+    *,
+    weights_applied: bool,
+    fill_empty: bool,
+    out: Tensor,
 ) -> None:
     """The contract's partial(t, rank) of each received row, into `out`.
 
@@ -81,13 +89,17 @@ def partial_sums(
         weights: [M, K], fp32 (or float64 with y in float64).
         position: [M, K] int32, the expert row of each choice, -1 where there is none.
         weights_applied: add without weights.
-        out: [M, D] in y's dtype. Rows without a choice are left undefined.
+        fill_empty: make rows without a choice zero (a rank's choices may all have been dropped
+            beyond the capacity); else they may stay undefined.
+        out: [M, D] in y's dtype.
     """
     if y.is_cuda and y.dtype in _KERNEL_DTYPES:
         from moe_comm.kernels.combine import partial_sums as on_cuda
 
         on_cuda(y.contiguous(), position, weights, weights_applied=weights_applied, out=out)
     elif y.device.type == "cpu":
+        if fill_empty:
+            out.zero_()
         _partial_sums_cpu(y, weights, position, weights_applied, out)
     else:
         out.copy_(_partial_sums_everywhere(y, weights, position, weights_applied))
@@ -121,6 +133,32 @@ def fold(
         _fold_cpu(terms, scales, form, who, biases, out)
     else:
         _fold_everywhere(terms, scales, form, who, biases, out)
+
+
+def _expert_index_cpu(
+    local_idx: Tensor, num_local_experts: int, capacity: int, status: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As layout.expert_index, in passes over the choices that are here alone."""
+    flat = local_idx.reshape(-1)
+    here = (flat >= 0).nonzero().squeeze(1)
+    keys = flat[here]
+    counts = torch.bincount(keys, minlength=num_local_experts)
+    if num_local_experts < 2**15:
+        keys = keys.to(torch.int16)
+    order = torch.sort(keys, stable=True).indices
+    chosen = here[order]
+    if chosen.shape[0] > capacity:
+        status.bitwise_or_(int(StatusBit.ROWS_OVERFLOW))
+        chosen = chosen[:capacity]
+    total = chosen.shape[0]
+    offsets = torch.zeros(num_local_experts + 1, dtype=torch.int32)
+    offsets[1:] = torch.cumsum(counts, 0).clamp_max(capacity)
+    row_index = torch.empty(capacity, dtype=torch.int32)
+    row_index[:total] = chosen.to(torch.int32) // local_idx.shape[1]
+    row_index[total:] = -1
+    position = torch.full(local_idx.shape, -1, dtype=torch.int32)
+    position.view(-1)[chosen] = torch.arange(total, dtype=torch.int32)
+    return offsets, row_index, position
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -187,8 +225,8 @@ def _fold_cpu(
     num_terms, room, width = terms.shape
     order, live = _order_of_terms(who, num_terms)
     index = order * room + torch.arange(who.shape[0]).unsqueeze(-1)
-    flat = as_bytes(terms.reshape(num_terms * room, width))
-    groups = None if scales is None else as_bytes(scales.reshape(num_terms * room, -1))
+    flat = as_bytes(terms.flatten(0, 1))
+    groups = None if scales is None else as_bytes(scales.flatten(0, 1))
     kind, block = _accumulator(out.dtype), _rows_of_block(width)
     for start in range(0, who.shape[0], block):
         end = min(start + block, who.shape[0])
