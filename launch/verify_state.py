@@ -77,8 +77,8 @@ def command(
     if checkpoint is not None and preset is not None:
         raise click.UsageError("expected one of --checkpoint and --preset")
     if not is_rank():
-        with _directory(checkpoint, preset or "k3-tiny", seed) as directory:
-            _read_config(directory)
+        with checkpoint_directory(checkpoint, preset or "k3-tiny", seed) as directory:
+            read_config(directory)
             arguments = ["verify-state", "--checkpoint", str(directory), "--device", device]
             arguments += ["--seed", str(seed), "--new-tokens", str(new_tokens)]
             arguments += ["--transport", transport, "--timeout", str(timeout)]
@@ -124,7 +124,7 @@ def _rig(ranks: Ranks, directory: Path, device_type: str) -> Iterator[Rig]:
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     alone = [dist.new_group([rank], backend=backend) for rank in range(ranks.num_ranks)][ranks.rank]
-    config = _read_config(directory)
+    config = read_config(directory)
     numerics = Numerics(batch_invariant=True)
     shape = ep_config(config, max_tokens_per_rank=512, numerics=numerics, timeout_s=ranks.timeout_s)
     began = time.perf_counter()
@@ -145,7 +145,8 @@ class WrongCheckpointError(click.ClickException):
     exit_code = 1
 
 
-def _read_config(directory: Path) -> K3Config:
+def read_config(directory: Path) -> K3Config:
+    """A checkpoint's configuration; exits with 2 where there is none."""
     try:
         return K3Config.from_checkpoint(directory)
     except (ValueError, OSError) as error:
@@ -153,7 +154,7 @@ def _read_config(directory: Path) -> K3Config:
 
 
 @contextlib.contextmanager
-def _directory(checkpoint: Path | None, preset: str, seed: int) -> Iterator[Path]:
+def checkpoint_directory(checkpoint: Path | None, preset: str, seed: int) -> Iterator[Path]:
     """The checkpoint's directory; a temporary synthetic one, removed afterwards, for a preset."""
     if checkpoint is not None:
         yield checkpoint

@@ -54,9 +54,11 @@ class Engine:
         began = time.monotonic()
         self.clock = clock or (lambda: time.monotonic() - began)
         self._agreed_now = 0.0
+        self.idle = True
 
     def step(self) -> bool:
-        """One step on all ranks; False when no rank has requests left.
+        """One step on all ranks; False when no rank has requests left. `idle` says afterwards
+        whether no rank had a token: requests are still to arrive, and the caller may sleep.
 
         A forward that raises leaves no state behind: its requests are queued again, then the error
         goes to the caller.
@@ -70,6 +72,7 @@ class Engine:
                 group=self.group,
             )
             self._agreed_now = agreement.now
+            self.idle = agreement.bucket == 0
             sampled: dict[str, int] = {}
             if agreement.bucket > 0:
                 logits = self.model.forward(self.batch(plan, agreement.bucket))

@@ -4,8 +4,9 @@ Rules
 - Decode first: every running request whose prompt is done gets its next token. What is left of the
   token budget goes to prefill chunks, oldest request first; the budget always leaves room for one
   grid step of prefill, so decode cannot starve it.
-- Admission is by state slots and pages, in order of arrival. A request that does not fit keeps its
-  place: later ones may pass it `max_bypass` times, then they wait.
+- Admission is by state slots and pages, in order of arrival, while prefill has budget left. A
+  request that does not fit keeps its place: later ones may pass it `max_bypass` times, then they
+  wait.
 - When pages run out, unpinned cached prefixes go first, then the youngest running request: its
   state and rows move to host memory (a copy, no recomputation), and it resumes where it stopped,
   before any new request is admitted. The oldest is never preempted for a younger one, and no
@@ -291,6 +292,11 @@ class Scheduler:
     def _admit(self, now: float) -> None:
         blocked: list[Tracked] = []
         for tracked in list(self._waiting):
+            # A request that could not start its prefill in this step would only hold a slot, and
+            # miss the prefix that the ones before it are about to leave.
+            backlog = sum(len(t.tokens) - t.processed for t in self._running if t.prefilling)
+            if backlog >= self.config.token_budget:
+                return
             if len(self._running) >= self.config.max_seqs or self._preempted:
                 return
             if tracked.request.arrival_s > now:
