@@ -18,9 +18,10 @@ import triton.language as tl
 from moe_comm.kernels.quantize import quantize_groups, scale_to_f32, through_wire
 from moe_comm.kernels.signal import (
     arrive,
-    finish_wait,
+    is_fatal,
     release,
     reset_arrivals,
+    settle,
     wait,
     wanted,
 )
@@ -99,13 +100,15 @@ def _round_to_wire(partial, y_type: tl.constexpr, WIRE: tl.constexpr, GROUP: tl.
 def _combine_kernel(
     y_ptr, position_ptr, weights_ptr, tokens_ptr, choice_rank_ptr, bias_ptr, out_ptr, alive_ptr,
     peers_ptr, partials_ptr, partial_scales_ptr, rows_offset, scales_offset, flags_offset,
-    flags_ptr, state_ptr, status_ptr, channel, rank, bucket, num_rows, send_programs, timeout_ns,
+    flags_ptr, state_ptr, status_ptr, channel, dispatch_channel, rank, bucket, num_rows,
+    send_programs, timeout_ns,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr,
     RP: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr, GROUP: tl.constexpr,
     VALUE_BYTES: tl.constexpr, ROWS_LAYOUT: tl.constexpr, APPLIED: tl.constexpr,
     ROW_ALIGN: tl.constexpr, HAS_BIAS: tl.constexpr, CHUNKS: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,
-    CHANNELS_P: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr, INTERPRET: tl.constexpr,
+    CHANNELS_P: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr, POLL: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     blocks: tl.constexpr = (H + BLOCK - 1) // BLOCK
@@ -113,7 +116,9 @@ def _combine_kernel(
     chunk_tokens = (bucket + CHUNKS - 1) // CHUNKS
     if SEND:
         if program < send_programs:
-            usable = tl.load(status_ptr, volatile=True) & 12 == 0
+            usable = is_fatal(status_ptr, POLL) == 0
+            if program == 0:
+                settle(state_ptr, dispatch_channel, 2, 2, NUM_CHANNELS)
             for chunk in range(CHUNKS):
                 begin = tl.minimum(chunk * chunk_tokens, bucket)
                 size = tl.minimum(bucket - begin, chunk_tokens)
@@ -146,7 +151,7 @@ def _combine_kernel(
             receiver = program - send_programs
             receivers = tl.num_programs(0) - send_programs
             for chunk in range(CHUNKS):
-                want = wanted(state_ptr, channel + chunk, NUM_CHANNELS)
+                want = wanted(state_ptr, channel + chunk)
                 begin = tl.minimum(chunk * chunk_tokens, bucket)
                 size = tl.minimum(tl.maximum(num_rows - begin, 0), chunk_tokens)
                 # Someone has to wait even where this rank has no tokens: the slot is free only
@@ -156,7 +161,7 @@ def _combine_kernel(
                 if waits & (size * blocks == 0):
                     arrived = wait(
                         flags_ptr, alive_ptr, state_ptr, status_ptr, channel + chunk, want, rank,
-                        timeout_ns, NUM_CHANNELS, CHANNELS_P, R, RP, INTERPRET,
+                        timeout_ns, NUM_CHANNELS, CHANNELS_P, R, RP, POLL, INTERPRET,
                     )  # fmt: skip
                 waited = 0
                 for item in range(receiver, size * blocks, receivers):
@@ -179,7 +184,7 @@ def _combine_kernel(
                         waited = 1
                         arrived = wait(
                             flags_ptr, alive_ptr, state_ptr, status_ptr, channel + chunk, want,
-                            rank, timeout_ns, NUM_CHANNELS, CHANNELS_P, R, RP, INTERPRET,
+                            rank, timeout_ns, NUM_CHANNELS, CHANNELS_P, R, RP, POLL, INTERPRET,
                         )  # fmt: skip
                     acc = tl.zeros([BLOCK], tl.float32)
                     if HAS_BIAS:
@@ -193,7 +198,6 @@ def _combine_kernel(
                     )  # fmt: skip
                     acc = tl.where(arrived != 0, acc, float("nan"))
                     tl.store(out_ptr + token.to(tl.int64) * H + column, acc.to(y_type), mask=in_row)
-                finish_wait(state_ptr, channel + chunk, receivers, NUM_CHANNELS)
 
 
 @triton.jit

@@ -19,9 +19,10 @@ from moe_comm.kernels.expert_index import index_one_expert
 from moe_comm.kernels.quantize import quantize_groups
 from moe_comm.kernels.signal import (
     arrive,
-    finish_wait,
+    is_fatal,
     release,
     reset_arrivals,
+    settle,
     tokens_of,
     wait,
     wanted,
@@ -152,19 +153,19 @@ def _put_bytes(source_ptr, target, COUNT: tl.constexpr, COUNT_P: tl.constexpr):
     do_not_specialize=["rank", "num_rows", "num_tokens_host", "token_begin", "bucket", "capacity"]
 )
 def _dispatch_kernel(
-    x_ptr, scales_ptr, topk_idx_ptr, topk_weights_ptr, payload_ptr, num_tokens_ptr,
-    num_tokens_host, token_begin, num_rows, copy_table_ptr, num_copies_ptr, alive_ptr, peers_ptr,
-    rows_offset, scales_offset, ids_offset, weights_offset, payload_offset, flags_offset,
-    ids_ptr, flags_ptr, choice_rank_ptr, tokens_out_ptr, offsets_ptr, row_index_ptr, position_ptr,
-    state_ptr, status_ptr, channel, release_channel, rank, bucket, capacity, E, L, stride_x,
+    x_ptr, scales_ptr, topk_idx_ptr, topk_weights_ptr, payload_ptr, num_tokens_ptr, num_tokens_host,
+    token_begin, num_rows, copy_table_ptr, num_copies_ptr, alive_ptr, peers_ptr, rows_offset,
+    scales_offset, ids_offset, weights_offset, payload_offset, flags_offset, ids_ptr, flags_ptr,
+    choice_rank_ptr, tokens_out_ptr, offsets_ptr, row_index_ptr, position_ptr, state_ptr,
+    status_ptr, channel, combine_channel, release_channel, rank, bucket, capacity, E, L, stride_x,
     send_programs, timeout_ns,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
     KP: tl.constexpr, C: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, BLOCK: tl.constexpr,
     WIRE: tl.constexpr, VALUE_BYTES: tl.constexpr, PAYLOAD: tl.constexpr, PAYLOAD_P: tl.constexpr,
     ROWS_TO: tl.constexpr, ROW_ALIGN: tl.constexpr, NUM_CHANNELS: tl.constexpr,
-    CHANNELS_P: tl.constexpr,
-    T_ON_DEVICE: tl.constexpr, RELEASE_AFTER: tl.constexpr, SEND: tl.constexpr,
-    RECEIVE: tl.constexpr, INDEX_BLOCK: tl.constexpr, INTERPRET: tl.constexpr,
+    CHANNELS_P: tl.constexpr, T_ON_DEVICE: tl.constexpr, RELEASE_AFTER: tl.constexpr,
+    SEND: tl.constexpr, RECEIVE: tl.constexpr, CHUNKS: tl.constexpr, INDEX_BLOCK: tl.constexpr,
+    POLL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     if SEND:
@@ -176,14 +177,16 @@ def _dispatch_kernel(
                 num_tokens = num_tokens_host
             # A slot that was released without a combine: its readers said so on this channel.
             released = tl.load(state_ptr + release_channel)
-            usable = tl.load(status_ptr, volatile=True) & 12 == 0
-            if released != tl.load(state_ptr + NUM_CHANNELS + release_channel):
+            usable = is_fatal(status_ptr, POLL) == 0
+            if released != tl.load(state_ptr + 2 * NUM_CHANNELS + release_channel):
                 usable = usable & (
                     wait(
                         flags_ptr, alive_ptr, state_ptr, status_ptr, release_channel, released,
-                        rank, timeout_ns, NUM_CHANNELS, CHANNELS_P, R, RP, INTERPRET,
+                        rank, timeout_ns, NUM_CHANNELS, CHANNELS_P, R, RP, POLL, INTERPRET,
                     ) != 0
                 )  # fmt: skip
+            if program == 0:
+                settle(state_ptr, combine_channel, CHUNKS, CHUNKS, NUM_CHANNELS)
             blocks: tl.constexpr = (H + BLOCK - 1) // BLOCK if ROWS_TO != 0 else 1
             if usable:
                 for item in range(program, (num_rows - token_begin) * blocks, send_programs):
@@ -197,7 +200,7 @@ def _dispatch_kernel(
                     )  # fmt: skip
             if arrive(state_ptr, channel, NUM_CHANNELS) == send_programs - 1:
                 reset_arrivals(state_ptr, channel, NUM_CHANNELS)
-                tl.store(state_ptr + NUM_CHANNELS + release_channel, released)
+                tl.store(state_ptr + 2 * NUM_CHANNELS + release_channel, released)
                 if RELEASE_AFTER & usable:
                     release(
                         peers_ptr, alive_ptr, state_ptr, flags_offset, channel, num_tokens, rank,
@@ -205,10 +208,9 @@ def _dispatch_kernel(
                     )  # fmt: skip
     if RECEIVE:
         if program >= send_programs:
-            want = wanted(state_ptr, channel, NUM_CHANNELS)
             arrived = wait(
-                flags_ptr, alive_ptr, state_ptr, status_ptr, channel, want, rank, timeout_ns,
-                NUM_CHANNELS, CHANNELS_P, R, RP, INTERPRET,
+                flags_ptr, alive_ptr, state_ptr, status_ptr, channel, wanted(state_ptr, channel),
+                rank, timeout_ns, NUM_CHANNELS, CHANNELS_P, R, RP, POLL, INTERPRET,
             )  # fmt: skip
             words = flags_ptr + channel * R
             expert = program - send_programs
@@ -222,7 +224,6 @@ def _dispatch_kernel(
                     offsets_ptr, row_index_ptr, position_ptr, status_ptr, num_choices, num_choices *
                     arrived, bucket, capacity, L, K, INDEX_BLOCK, 2,
                 )  # fmt: skip
-            finish_wait(state_ptr, channel, tl.num_programs(0) - send_programs, NUM_CHANNELS)
 
 
 @triton.jit
@@ -235,25 +236,33 @@ def _write_tokens(words_ptr, alive_ptr, tokens_out_ptr, arrived, R: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["rank"])
-def _signal_kernel(
-    peers_ptr, alive_ptr, state_ptr, status_ptr, flags_ptr, tokens_out_ptr, flags_offset, channel,
-    rank, timeout_ns, R: tl.constexpr, RP: tl.constexpr, NUM_CHANNELS: tl.constexpr,
-    CHANNELS_P: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr, TOKENS: tl.constexpr,
-    INTERPRET: tl.constexpr,
+def _release_kernel(
+    peers_ptr, alive_ptr, state_ptr, status_ptr, flags_offset, channel, dispatch_channel, rank,
+    R: tl.constexpr, RP: tl.constexpr, NUM_CHANNELS: tl.constexpr, FREES_SLOT: tl.constexpr,
+    POLL: tl.constexpr,
 ):  # fmt: skip
-    """One program that releases a channel, waits for it, or both."""
-    if SEND:
-        if tl.load(status_ptr, volatile=True) & 12 == 0:
-            release(
-                peers_ptr, alive_ptr, state_ptr, flags_offset, channel, tl.full((), 0, tl.int32),
-                rank, NUM_CHANNELS, R, RP,
-            )  # fmt: skip
-    if RECEIVE:
-        arrived = wait(
-            flags_ptr, alive_ptr, state_ptr, status_ptr, channel,
-            wanted(state_ptr, channel, NUM_CHANNELS), rank, timeout_ns, NUM_CHANNELS, CHANNELS_P,
-            R, RP, INTERPRET,
+    """One program that releases a channel. With FREES_SLOT it is the slot's RELEASE channel: the
+    slot's dispatch is settled, and so is this release, which the slot's next dispatch waits for."""
+    if is_fatal(status_ptr, POLL) == 0:
+        release(
+            peers_ptr, alive_ptr, state_ptr, flags_offset, channel, tl.full((), 0, tl.int32), rank,
+            NUM_CHANNELS, R, RP,
         )  # fmt: skip
-        if TOKENS:
-            _write_tokens(flags_ptr + channel * R, alive_ptr, tokens_out_ptr, arrived, R, RP)
-        finish_wait(state_ptr, channel, 1, NUM_CHANNELS)
+        if FREES_SLOT:
+            settle(state_ptr, channel, 1, 1, NUM_CHANNELS)
+            settle(state_ptr, dispatch_channel, 2, 2, NUM_CHANNELS)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _wait_kernel(
+    alive_ptr, state_ptr, status_ptr, flags_ptr, tokens_out_ptr, channel, rank, timeout_ns,
+    R: tl.constexpr, RP: tl.constexpr, NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr,
+    TOKENS: tl.constexpr, POLL: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """One program that waits for a channel and, with TOKENS, notes each source's tokens."""
+    arrived = wait(
+        flags_ptr, alive_ptr, state_ptr, status_ptr, channel, wanted(state_ptr, channel), rank,
+        timeout_ns, NUM_CHANNELS, CHANNELS_P, R, RP, POLL, INTERPRET,
+    )  # fmt: skip
+    if TOKENS:
+        _write_tokens(flags_ptr + channel * R, alive_ptr, tokens_out_ptr, arrived, R, RP)

@@ -53,12 +53,22 @@ def index_one_expert(
     before = 0
     mine = 0
     total = 0
+    # A program reads ids as rows of 32: a row's matches are the bits of one word, so a choice's
+    # place among them is a population count, and only the rows' counts need a scan.
+    rows: tl.constexpr = BLOCK // 32
+    lane = tl.arange(0, 32)
+    offset = tl.arange(0, rows)[:, None] * 32 + lane[None, :]
     for start in range(0, num_choices, BLOCK):
-        i = start + tl.arange(0, BLOCK)
+        i = start + offset
         ids = load_ids(ids_ptr, tokens_ptr, alive_ptr, i, num_readable, bucket, K, STRIDE)
-        before += tl.sum(((ids >= 0) & (ids < expert)).to(tl.int32), 0)
-        mine += tl.sum((ids == expert).to(tl.int32), 0)
-        total += tl.sum((ids >= 0).to(tl.int32), 0)
+        # Three counts of up to 2^14 (ONE_LAUNCH_CHOICES) in one sum.
+        counts = ((ids >= 0) & (ids < expert)).to(tl.int64)
+        counts += (ids == expert).to(tl.int64) << 16
+        counts += (ids >= 0).to(tl.int64) << 32
+        packed = tl.sum(tl.sum(counts, 1), 0)
+        before += (packed & 0xFFFF).to(tl.int32)
+        mine += ((packed >> 16) & 0xFFFF).to(tl.int32)
+        total += (packed >> 32).to(tl.int32)
     if expert < L:
         tl.store(offsets_ptr + expert + 1, tl.minimum(before + mine, capacity))
     else:
@@ -68,19 +78,37 @@ def index_one_expert(
     placed = before
     block = 0
     for start in range(0, num_choices, BLOCK):
-        i = start + tl.arange(0, BLOCK)
+        i = start + offset
         ids = load_ids(ids_ptr, tokens_ptr, alive_ptr, i, num_readable, bucket, K, STRIDE)
         here = ids == expert
         if (mine > 0) & (expert < L):
-            at = placed + tl.cumsum(here.to(tl.int32), 0) - 1
-            placed += tl.sum(here.to(tl.int32), 0)
+            bits = tl.sum(here.to(tl.int32) << lane[None, :], 1)
+            count = popcount(bits)
+            row_start = placed + tl.cumsum(count, 0) - count
+            at = row_start[:, None] + popcount(bits[:, None] & ((1 << lane) - 1)[None, :])
             kept = here & (at < capacity)
             tl.store(row_index_ptr + at, i // K, mask=kept)
             tl.store(position_ptr + i, tl.where(at < capacity, at, -1), mask=here)
+            placed += tl.sum(count, 0)
         if block % programs == expert:
             tl.store(position_ptr + i, -1, mask=(i < num_choices) & (ids < 0))
             tl.store(row_index_ptr + i, -1, mask=(i >= total) & (i < capacity))
         block += 1
+
+
+@triton.jit
+def popcount(bits):
+    """Set bits of each int32, by halves, quarters and bytes.
+
+    Example: popcount(0b1011) = 3; popcount(-1) = 32.
+    """
+    x = bits.to(tl.uint32, bitcast=True)
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    x = x + (x >> 8)
+    x = x + (x >> 16)
+    return (x & 0x3F).to(tl.int32)
 
 
 @triton.jit
@@ -208,7 +236,7 @@ def expert_index(
         row_index.fill_(-1)
         position.fill_(-1)
     elif one_launch if one_launch is not None else num_choices <= ONE_LAUNCH_CHOICES:
-        block = min(4096, triton.next_power_of_2(num_choices))
+        block = min(4096, max(32, triton.next_power_of_2(num_choices)))
         _one_launch_kernel[(experts + 1,)](
             local_idx, tokens, alive, offsets, row_index, position, status, num_choices, bucket,
             capacity, experts, K=num_topk, BLOCK=block, STRIDE=stride,

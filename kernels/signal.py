@@ -5,12 +5,19 @@ Legend: R ranks, S receive slots, P phases. A channel is one (slot, phase): inde
 
 Symmetric memory holds `flags`, int64 [S * P, R]: word (channel, source) is written by that source
 alone, its high half the count of the source's releases on the channel (wrapping int32), its low
-half the number of tokens the release speaks of. Private memory holds `state`, int32 [4, S * P]:
-row 0 counts this rank's releases, row 1 what it waited for, row 2 and 3 the programs that have
-arrived and are done. Counts are compared as (seen - wanted) < 0, so they may wrap.
+half the number of tokens the release speaks of. Private memory holds `state`, int32 [3, S * P]:
+row 0 counts this rank's settled releases, row 1 is 1 where one is out that is not settled yet,
+row 2 counts the programs that have arrived (on a RELEASE channel, where none arrive: the releases
+that were waited for). A call releases and waits for row 0 plus one, so row 0
+must not change while the call runs: a later call on the slot settles it. Counts are compared as
+(seen - wanted) < 0, so they may wrap.
 
 `status`, int32 [8], private: bits, channel + 1 of the first failure, peer, seen, wanted,
 channel of the peer's unexpected release + 1.
+
+Memory that another rank or program may change while it is read is read by tensors with one element
+a thread and then reduced (POLL elements, at least the threads of a program): Triton takes a scalar
+for equal in all warps, and warps that branch apart would meet at different barriers.
 """
 
 from __future__ import annotations
@@ -33,24 +40,32 @@ TIMEOUT = tl.constexpr(4)
 PHASE = tl.constexpr(8)
 FATAL = tl.constexpr(12)
 
-STATE_ROWS = 4
+STATE_ROWS = 3
 STATUS_WORDS = 8
 
 
 @triton.jit
-def now_ns(INTERPRET: tl.constexpr):
-    """The device's nanosecond clock. The interpreter has none, and nothing to wait for either."""
+def now_ns(POLL: tl.constexpr, INTERPRET: tl.constexpr):
+    """The device's nanosecond clock, the latest of the program's threads. The interpreter has no
+    clock, and nothing to wait for either."""
     if INTERPRET:
         time = tl.full((), 0, tl.int64)
     else:
-        time = tl.extra.cuda.globaltimer().to(tl.int64)
+        time = tl.max(
+            tl.inline_asm_elementwise(
+                "mov.u64 $0, %globaltimer;", "=l,r", [tl.arange(0, POLL)], dtype=tl.int64,
+                is_pure=False, pack=1,
+            ), 0,
+        )  # fmt: skip
     return time
 
 
 @triton.jit
-def is_fatal(status_ptr):
+def is_fatal(status_ptr, POLL: tl.constexpr):
     """1 after a timeout or a phase error: sends are left out and waits return at once."""
-    return (tl.load(status_ptr, volatile=True) & FATAL) != 0
+    word = tl.arange(0, POLL) % 8
+    bits = tl.load(status_ptr + word, mask=word < 1, other=0, volatile=True)
+    return tl.max(((bits & FATAL) != 0).to(tl.int32), 0)
 
 
 @triton.jit
@@ -65,7 +80,7 @@ def release(
     (3 << 32) | 5.
     """
     count = tl.load(state_ptr + channel) + 1
-    tl.store(state_ptr + channel, count)
+    tl.store(state_ptr + NUM_CHANNELS + channel, 1)
     tl.debug_barrier()
     ranks = tl.arange(0, RP)
     live = (ranks < R) & (tl.load(alive_ptr + ranks, mask=ranks < R, other=0) != 0)
@@ -73,6 +88,19 @@ def release(
     word_ptr = (base + flags_offset + (channel * R + rank) * 8).to(tl.pointer_type(tl.int64))
     word = (count.to(tl.int64) << 32) | num_tokens.to(tl.int64)
     tl.atomic_xchg(word_ptr, tl.zeros([RP], tl.int64) + word, mask=live, sem="release", scope="sys")
+
+
+@triton.jit
+def settle(state_ptr, first, COUNT_P: tl.constexpr, count, NUM_CHANNELS: tl.constexpr):
+    """Count the releases that are out on `count` channels from `first` on. By one program, in a
+    call that neither releases nor waits on them."""
+    step = tl.arange(0, COUNT_P)
+    at = state_ptr + first + step
+    out = tl.load(at + NUM_CHANNELS, mask=step < count, other=0)
+    settled = tl.load(at, mask=step < count, other=0)
+    tl.debug_barrier()
+    tl.store(at, settled + out, mask=step < count)
+    tl.store(at + NUM_CHANNELS, tl.zeros([COUNT_P], tl.int32), mask=step < count)
 
 
 @triton.jit
@@ -90,21 +118,9 @@ def reset_arrivals(state_ptr, channel, NUM_CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def finish_wait(state_ptr, channel, programs, NUM_CHANNELS: tl.constexpr):
-    """Count this program out; the last one moves the channel's expectation on. Each waiting
-    program calls it once, after its last use of `wanted`."""
-    tl.debug_barrier()
-    done_ptr = state_ptr + 3 * NUM_CHANNELS + channel
-    if tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == programs - 1:
-        tl.store(done_ptr, 0)
-        expected_ptr = state_ptr + NUM_CHANNELS + channel
-        tl.store(expected_ptr, tl.load(expected_ptr) + 1)
-
-
-@triton.jit
-def wanted(state_ptr, channel, NUM_CHANNELS: tl.constexpr):
-    """The count that this wait is for."""
-    return tl.load(state_ptr + NUM_CHANNELS + channel) + 1
+def wanted(state_ptr, channel):
+    """The count that this call's wait on `channel` is for."""
+    return tl.load(state_ptr + channel) + 1
 
 
 @triton.jit
@@ -123,7 +139,7 @@ def tokens_of(word):
 def wait(
     flags_ptr, alive_ptr, state_ptr, status_ptr, channel, want, rank, timeout_ns,
     NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    POLL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Wait until every live rank released `channel` at least `want` times, at most timeout_ns.
 
@@ -132,37 +148,39 @@ def wait(
     before. A late peer whose releases on all channels together have passed this rank's is in
     another call: a phase error, known at once.
     """
-    ranks = tl.arange(0, RP)
-    live = (ranks < R) & (tl.load(alive_ptr + ranks, mask=ranks < R, other=0) != 0)
-    word_ptr = flags_ptr + channel * R + ranks
-    seen = count_of(tl.load(word_ptr, mask=live, other=0, volatile=True))
-    late = live & ((seen - want) < 0)
-    waiting = tl.sum(late.to(tl.int32), 0)
-    fatal = is_fatal(status_ptr)
-    if fatal:
-        waiting = waiting * 0
-    start = now_ns(INTERPRET)
+    source = tl.arange(0, POLL) % RP
+    awaited = source < R
+    awaited = awaited & (tl.load(alive_ptr + source, mask=awaited, other=0) != 0)
+    poll_ptr = flags_ptr + channel * R + source
+    seen = count_of(tl.load(poll_ptr, mask=awaited, other=0, volatile=True))
+    late = awaited & ((seen - want) < 0)
+    waiting = tl.max(late.to(tl.int32), 0)
+    if waiting > 0:
+        if is_fatal(status_ptr, POLL) > 0:
+            waiting = waiting * 0
     spins = 0
+    start = tl.full((), 0, tl.int64)
     while waiting > 0:
-        seen = count_of(tl.load(word_ptr, mask=live, other=0, volatile=True))
-        late = live & ((seen - want) < 0)
-        waiting = tl.sum(late.to(tl.int32), 0)
+        seen = count_of(tl.load(poll_ptr, mask=awaited, other=0, volatile=True))
+        late = awaited & ((seen - want) < 0)
+        waiting = tl.max(late.to(tl.int32), 0)
         spins += 1
-        if (waiting > 0) & ((spins % 256 == 0) | INTERPRET):
-            peer = tl.min(tl.where(late, ranks, RP), 0)
-            if is_fatal(status_ptr):
+        if (waiting > 0) & ((spins % 256 == 1) | INTERPRET):
+            if spins == 1:
+                start = now_ns(POLL, INTERPRET)
+            if is_fatal(status_ptr, POLL) > 0:
                 waiting = waiting * 0
             else:
+                peer = tl.min(tl.where(late, source, RP), 0)
                 other = unexpected_channel(
                     flags_ptr, state_ptr, channel, want, peer, rank, NUM_CHANNELS, CHANNELS_P, R
                 )
-                expired = (now_ns(INTERPRET) - start > timeout_ns) | INTERPRET
+                expired = (now_ns(POLL, INTERPRET) - start > timeout_ns) | INTERPRET
                 if (other >= 0) | expired:
-                    first = tl.atomic_cas(status_ptr + 1, 0, channel + 1)
-                    if first == 0:
+                    if tl.atomic_cas(status_ptr + 1, 0, channel + 1) == 0:
+                        at = tl.atomic_add(flags_ptr + channel * R + peer, 0)
                         tl.store(status_ptr + 2, peer)
-                        at = tl.sum(tl.where(ranks == peer, seen, 0), 0)
-                        tl.store(status_ptr + 3, at)
+                        tl.store(status_ptr + 3, count_of(at))
                         tl.store(status_ptr + 4, want)
                         tl.store(status_ptr + 5, other + 1)
                         tl.debug_barrier()
@@ -170,11 +188,15 @@ def wait(
                         tl.atomic_or(status_ptr, bit, sem="release", scope="gpu")
                     waiting = waiting * 0
     # The acquire that pairs with each sender's release; its result keeps it from being weakened.
-    word = tl.atomic_add(word_ptr, tl.zeros([RP], tl.int64), mask=live, sem="acquire", scope="sys")
-    missing = tl.sum((live & ((count_of(word) - want) < 0)).to(tl.int32), 0)
+    ranks = tl.arange(0, RP)
+    live = (ranks < R) & (tl.load(alive_ptr + ranks, mask=ranks < R, other=0) != 0)
+    word = tl.atomic_add(
+        flags_ptr + channel * R + ranks, tl.zeros([RP], tl.int64), mask=live, sem="acquire",
+        scope="sys",
+    )  # fmt: skip
+    missing = tl.max((live & ((count_of(word) - want) < 0)).to(tl.int32), 0)
     tl.debug_barrier()
-    # A program that gave up on another's verdict must not go on as if all had come.
-    return ((missing == 0) & (is_fatal(status_ptr) == 0)).to(tl.int32)
+    return 1 - missing
 
 
 @triton.jit
@@ -185,20 +207,21 @@ def unexpected_channel(
     """The channel on which a late peer ran ahead of this rank, or -1.
 
     All ranks release in one order. So once this rank's own release of the call is out, a peer with
-    as many releases in total, but not this one, has issued another call in its place.
+    as many releases in total, but not this one, has issued another call in its place. Everything
+    is read by atomics, which one thread performs for all.
     """
     channels = tl.arange(0, CHANNELS_P)
     known = channels < NUM_CHANNELS
+    none = tl.zeros([CHANNELS_P], tl.int64)
     theirs = count_of(
-        tl.atomic_add(
-            flags_ptr + channels * R + peer, tl.zeros([CHANNELS_P], tl.int64), mask=known,
-            sem="acquire", scope="sys",
-        )
-    )  # fmt: skip
+        tl.atomic_add(flags_ptr + channels * R + peer, none, mask=known, sem="acquire", scope="sys")
+    )
     tl.debug_barrier()
-    own = count_of(tl.load(flags_ptr + channel * R + rank, volatile=True))
-    late = count_of(tl.load(flags_ptr + channel * R + peer, volatile=True))
+    own = count_of(tl.atomic_add(flags_ptr + channel * R + rank, 0, sem="acquire", scope="sys"))
+    late = count_of(tl.atomic_add(flags_ptr + channel * R + peer, 0, sem="acquire", scope="sys"))
     mine = tl.load(state_ptr + channels, mask=known, other=0)
+    zeros = tl.zeros([CHANNELS_P], tl.int32)
+    mine += tl.atomic_add(state_ptr + NUM_CHANNELS + channels, zeros, mask=known)
     ahead = tl.sum(tl.where(known, theirs - mine, 0), 0)
     wrong = ((own - want) >= 0) & ((late - want) < 0) & (ahead >= 0)
     elsewhere = tl.min(tl.where(known & ((theirs - mine) > 0), channels, CHANNELS_P), 0)

@@ -10,6 +10,7 @@ async_op and tests with virtual ranks do.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,16 @@ _WIRE_CODE = {"bf16": 0, "none": 0, "fp8": 1, "mxfp8": 2}
 def next_power_of_2(n: int) -> int:
     """The smallest power of two >= max(n, 1)."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+def chunk_edges(num_rows: int, chunks: int) -> list[tuple[int, int]]:
+    """Token ranges of about equal length; the first is half as long, so that transfer starts
+    early."""
+    if chunks == 1 or num_rows < 2 * chunks:
+        return [(0, num_rows)]
+    size = num_rows / (chunks - 0.5)
+    marks = [0, *(round(size * (i + 0.5)) for i in range(chunks - 1)), num_rows]
+    return list(itertools.pairwise(marks))
 
 
 def _alignment(row_bytes: int) -> int:
@@ -124,7 +135,10 @@ class SlabEngine:
         """Set every counter as after `count` releases on each channel: a test that counters may
         wrap. All ranks seed alike, before the first call."""
         wrapped = (count + 2**31) % 2**32 - 2**31
-        self.state[:2].fill_(wrapped)
+        from moe_comm.kernels.signal import RELEASE
+
+        self.state[0].fill_(wrapped)
+        self.state[2, RELEASE :: self._phases] = wrapped
         self.flags.fill_(wrapped << 32)
 
     def dispatch(self, call: DispatchCall, *, send: bool, receive: bool) -> Dispatched | None:
@@ -139,7 +153,7 @@ class SlabEngine:
     def combine(self, call: CombineCall, *, send: bool, receive: bool) -> Tensor | None:
         """Enqueue the halves asked for; the combined rows where `receive`."""
         from moe_comm.kernels.combine import _combine_kernel
-        from moe_comm.kernels.signal import COMBINE
+        from moe_comm.kernels.signal import COMBINE, DISPATCH
 
         handle, config = call.handle, self.config
         plan = self.tuning.plan(config, self.num_ranks, handle.bucket)
@@ -167,13 +181,13 @@ class SlabEngine:
             self._scales_view("combine_scales", handle.slot, width, wire),
             self._base("combine_rows", handle.slot), self._base("combine_scales", handle.slot),
             self.memory.regions.offsets["flags"], self.flags, self.state, self.status,
-            self._channel(handle.slot, COMBINE), self.rank, bucket, handle.num_rows, senders,
+            self._channel(handle.slot, COMBINE), self._channel(handle.slot, DISPATCH), self.rank, bucket, handle.num_rows, senders,
             self._timeout_ns(),
             H=hidden, G=max(groups, 1), K=config.num_topk, KP=next_power_of_2(config.num_topk),
             BLOCK=block, WIRE=_WIRE_CODE[wire.name], GROUP=wire.group or block,
             VALUE_BYTES=value.itemsize, ROW_ALIGN=_alignment(hidden * value.itemsize), ROWS_LAYOUT=call.layout == "rows",
             APPLIED=call.weights_applied, HAS_BIAS=bias is not None, CHUNKS=plan.combine_chunks,
-            SEND=send, RECEIVE=receive, num_warps=warps, **self._common,
+            SEND=send, RECEIVE=receive, POLL=self._poll(warps), num_warps=warps, **self._common,
         )  # fmt: skip
         if not receive:
             return None
@@ -185,7 +199,7 @@ class SlabEngine:
         """Tell every rank that this one has read what it needs of the slot."""
         from moe_comm.kernels.signal import RELEASE
 
-        self._signal(self._channel(slot, RELEASE), send=True, receive=False)
+        self._release(slot, RELEASE)
 
     def read_status(self) -> Status:
         """The status word; bits that are not sticky are cleared. Synchronizes."""
@@ -207,9 +221,11 @@ class SlabEngine:
 
     def mask_rank(self, rank: int) -> None:
         """Go on without `rank`: nothing is sent to it or awaited from it, and choices of its
-        experts count as masked. Clears the status word."""
+        experts count as masked. Clears the status word, and settles what a failed call left."""
         self.alive[rank] = 0
         self.status.zero_()
+        self.state[0] += self.state[1]
+        self.state[1].zero_()
 
     # Launches.
 
@@ -219,7 +235,7 @@ class SlabEngine:
     ) -> None:  # fmt: skip
         from moe_comm.kernels.dispatch import _dispatch_kernel
         from moe_comm.kernels.expert_index import ONE_LAUNCH_CHOICES
-        from moe_comm.kernels.signal import DISPATCH, RELEASE
+        from moe_comm.kernels.signal import COMBINE, DISPATCH, MAX_CHUNKS, RELEASE
 
         config, wire, hidden, bucket = (
             self.config,
@@ -235,7 +251,7 @@ class SlabEngine:
         blocks = -(-hidden // block) if rows_to else 1
         senders = min(max((end - begin) * blocks, 1), plan.dispatch_programs) if send else 0
         choices = self.num_ranks * bucket * config.num_topk
-        index_here = receive and not self._is_reused(call) and choices <= ONE_LAUNCH_CHOICES
+        index_here = receive and call.reuse is None and choices <= ONE_LAUNCH_CHOICES
         receivers = self.num_local_experts + 1 if index_here else 1
         experts = self.num_local_experts if index_here else 0
         payload = self._packed_payloads(call)
@@ -259,7 +275,8 @@ class SlabEngine:
             self._base("payloads", call.slot), self.memory.regions.offsets["flags"],
             self._ids(call.slot, bucket), self.flags, slot.choice_rank, slot.tokens, slot.offsets,
             slot.row_index, slot.position, self.state, self.status,
-            self._channel(call.slot, DISPATCH), self._channel(call.slot, RELEASE), self.rank,
+            self._channel(call.slot, DISPATCH), self._channel(call.slot, COMBINE),
+            self._channel(call.slot, RELEASE), self.rank,
             bucket, self._capacity(bucket), config.num_experts, experts, x.stride(0), senders,
             self._timeout_ns(),
             H=hidden, G=groups, GP=next_power_of_2(scale_bytes) if scale_bytes else 0,
@@ -269,10 +286,11 @@ class SlabEngine:
             VALUE_BYTES=value_bytes,
             PAYLOAD=width, PAYLOAD_P=next_power_of_2(width) if width else 0, ROWS_TO=rows_to, ROW_ALIGN=_alignment(hidden * value_bytes),
             T_ON_DEVICE=on_device, RELEASE_AFTER=release_after, SEND=send, RECEIVE=receive,
-            INDEX_BLOCK=min(4096, next_power_of_2(choices)) if index_here else 0,
+            CHUNKS=MAX_CHUNKS, POLL=self._poll(warps),
+            INDEX_BLOCK=min(4096, max(32, next_power_of_2(choices))) if index_here else 0,
             num_warps=warps, **self._common,
         )  # fmt: skip
-        if receive and not index_here and not self._is_reused(call):
+        if receive and not index_here and call.reuse is None:
             self._index_by_launches(call)
 
     def _index_by_launches(self, call: DispatchCall) -> None:
@@ -302,36 +320,31 @@ class SlabEngine:
 
         if send:
             quantizes = self.config.wire.scale_dtype is not None and not call.is_quantized
-            edges = self._chunk_edges(call.num_rows, plan.dispatch_chunks if quantizes else 1)
+            chunks = plan.dispatch_chunks if quantizes else 1
+            self._fork()
             if not quantizes:
                 self._copy_rows(call, 0, call.num_rows, from_x=True)
-            for begin, end in edges:
+            for begin, end in chunk_edges(call.num_rows, chunks):
                 self._dispatch_kernel(
                     call, plan, send=True, receive=False, rows_to=1,
                     release_after=end == call.num_rows, tokens=(begin, end),
                 )  # fmt: skip
                 if quantizes:
+                    self._fork()
                     self._copy_rows(call, begin, end, from_x=False)
-            self._signal(self._channel(call.slot, ROWS), send=True, receive=False, side=True)
+            self._release(call.slot, ROWS)
         if receive:
-            slot = self._slots[call.slot]
-            self._signal(
-                self._channel(call.slot, DISPATCH), send=False, receive=True, tokens=slot.tokens
-            )
-            if not self._is_reused(call):
+            self._wait(call.slot, DISPATCH, self._slots[call.slot].tokens)
+            if call.reuse is None:
                 self._index_by_launches(call)
-            self._signal(self._channel(call.slot, ROWS), send=False, receive=True)
+            self._wait(call.slot, ROWS)
             if self._side is not None:
                 torch.cuda.current_stream(self.device).wait_stream(self._side)
 
-    def _chunk_edges(self, num_rows: int, chunks: int) -> list[tuple[int, int]]:
-        """Token ranges. The first is half as long as the others, so that transfer starts early."""
-        if chunks == 1 or num_rows < 2 * chunks:
-            return [(0, num_rows)]
-        size = num_rows / (chunks - 0.5)
-        marks = [0] + [round(size * (i + 0.5)) for i in range(chunks)]
-        marks[-1] = num_rows
-        return list(zip(marks[:-1], marks[1:], strict=True))
+    def _fork(self) -> None:
+        """The side stream goes on from here."""
+        if self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream(self.device))
 
     def _copy_rows(self, call: DispatchCall, begin: int, end: int, *, from_x: bool) -> None:
         """Rows [begin, end) of this rank to every other rank's slab: of x, or of what the kernel
@@ -345,9 +358,6 @@ class SlabEngine:
         if wire.scale_dtype is not None and not from_x:
             groups = wire.num_groups(hidden)
             pieces.append(("dispatch_scales", (end - begin, groups), wire.scale_dtype, groups))
-        current = torch.cuda.current_stream(self.device) if self._side is not None else None
-        if self._side is not None and current is not None:
-            self._side.wait_stream(current)
         with torch.cuda.stream(self._side):
             for step in range(1, self.num_ranks):
                 peer = (self.rank + step) % self.num_ranks
@@ -362,19 +372,33 @@ class SlabEngine:
                         source, non_blocking=True
                     )
 
-    def _signal(
-        self, channel: int, *, send: bool, receive: bool, side: bool = False,
-        tokens: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        from moe_comm.kernels.dispatch import _signal_kernel
+    def _release(self, slot: int, phase: int) -> None:
+        """Release a channel behind what the current stream (for ROWS: the side stream) holds."""
+        from moe_comm.kernels.dispatch import _release_kernel
+        from moe_comm.kernels.signal import DISPATCH, RELEASE, ROWS
 
-        with torch.cuda.stream(self._side if side else None):
-            _signal_kernel[(1,)](
-                self.memory.peers, self.alive, self.state, self.status, self.flags,
-                tokens if tokens is not None else self._empty,
-                self.memory.regions.offsets["flags"], channel, self.rank, self._timeout_ns(),
-                SEND=send, RECEIVE=receive, TOKENS=tokens is not None, num_warps=1, **self._common,
+        common = {k: v for k, v in self._common.items() if k in ("R", "RP", "NUM_CHANNELS")}
+        with torch.cuda.stream(self._side if phase == ROWS else None):
+            _release_kernel[(1,)](
+                self.memory.peers, self.alive, self.state, self.status,
+                self.memory.regions.offsets["flags"], self._channel(slot, phase),
+                self._channel(slot, DISPATCH), self.rank, FREES_SLOT=phase == RELEASE,
+                POLL=self._poll(1), num_warps=1, **common,
             )  # fmt: skip
+
+    def _wait(self, slot: int, phase: int, tokens: Tensor | None = None) -> None:
+        from moe_comm.kernels.dispatch import _wait_kernel
+
+        _wait_kernel[(1,)](
+            self.alive, self.state, self.status, self.flags,
+            tokens if tokens is not None else self._empty, self._channel(slot, phase), self.rank,
+            self._timeout_ns(), TOKENS=tokens is not None, POLL=self._poll(1), num_warps=1,
+            **self._common,
+        )  # fmt: skip
+
+    def _poll(self, warps: int) -> int:
+        """Elements of a polling tensor: one a thread, so that warps cannot disagree."""
+        return max(32 * warps, int(self._common["RP"]))
 
     # Views and numbers.
 
@@ -419,9 +443,6 @@ class SlabEngine:
             wire=wire,
             handle=handle,
         )
-
-    def _is_reused(self, call: DispatchCall) -> bool:
-        return call.reuse is not None
 
     def _capacity(self, bucket: int) -> int:
         return self.config.expert_row_capacity(self.num_ranks, self.num_local_experts, bucket)
