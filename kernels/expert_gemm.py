@@ -30,13 +30,13 @@ LAYOUT_OF = {"torch": "rows", "triton": "tiles", "humming": "humming"}
 def choose_implementation(
     device: torch.device | str, *, hidden: int, inter: int, bias: bool = False
 ) -> str:
-    """The default: torch on CPUs; on NVIDIA GPUs humming, where it is installed and takes the shape
-    (64 divides hidden and 2 inter, no biases); Triton on every other accelerator and shape."""
+    """The default: torch on CPUs; on NVIDIA GPUs humming, where it is installed and its tiles fit
+    (512 divides hidden and inter, no biases); Triton on every other accelerator and shape."""
     device = torch.device(device)
     if device.type == "cpu":
         return "torch"
     nvidia = device.type == "cuda" and torch.version.cuda is not None
-    fits = hidden % 64 == 0 and inter % 32 == 0 and not bias
+    fits = hidden % 512 == 0 and inter % 512 == 0 and not bias
     if nvidia and fits and importlib.util.find_spec("humming") is not None:
         return "humming"
     return "triton"

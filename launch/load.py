@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,9 +128,16 @@ def _run(
     from moe_comm.model.weights.load_all import load_all
     from moe_comm.placement import ExpertPlacement
 
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise click.UsageError(f"--device: {error}") from error
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise EnvironmentCannotError(f"--device {device}: this torch sees no CUDA GPU")
+    if layout == "humming" and (
+        chosen.type != "cuda" or importlib.util.find_spec("humming") is None
+    ):
+        raise EnvironmentCannotError("--layout humming: needs a CUDA GPU and humming-kernels")
     if not directory.is_dir():
         raise InputFileError(f"{directory}: expected a checkpoint directory")
     try:

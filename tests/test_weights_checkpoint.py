@@ -159,6 +159,38 @@ def test_acceptance_of_a_good_checkpoint(directory):
     assert shard_hashes(directory) == before
 
 
+def test_curve_as_png_and_a_share_of_the_experts(directory):
+    pytest.importorskip("matplotlib")
+    picture = directory.parent / "curve.png"
+    more = ("--ep-size", 3, "--rank", 1, "--plot", picture, "--drop-cache", "--plain")
+    result = load(directory, *more, "--json", "-")
+    assert result.exit_code == 0, result.output
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    report = json.loads(result.stdout)
+    assert report["resident_bytes"] == 3 * 8 * expert_bytes(CONFIG)
+    assert report["plain_bytes"] == sum(p.stat().st_size for p in directory.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("more", "code"),
+    [
+        (("--device", "nonsense"), 2),
+        (("--layout", "humming"), 3),
+        (("--ep-size", 2, "--rank", 2), 2),
+        (("--ep-size", 2, "--write-manifest"), 2),
+    ],
+)
+def test_usage_and_environment(directory, more, code):
+    assert load(directory, *more).exit_code == code
+
+
+def test_a_directory_that_is_none(tmp_path):
+    assert load(tmp_path / "nothing").exit_code == 2
+    (tmp_path / "config.json").write_text("{")
+    result = load(tmp_path)
+    assert (result.exit_code, "config.json" in result.output) == (2, True)
+
+
 def test_every_flipped_tensor_exits_1(directory):
     for tensor in (EXPERT, "lm_head.weight"):
         name = tensor if tensor == EXPERT else "language_model.lm_head.weight"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +31,8 @@ INDEX_NAME = "model.safetensors.index.json"
 # Hashing and reading of large tensors go in pieces of this size, so that both overlap with the
 # readers of other threads and nothing but the destination grows with the tensor.
 CHUNK_BYTES = 16 << 20
+# Bytes of one shard that keep_cache=False lets the page cache hold.
+DROP_BYTES = 512 << 20
 
 
 class Checkpoint:
@@ -57,6 +60,8 @@ class Checkpoint:
         self.directory = Path(directory)
         self._keep_cache = keep_cache
         self._files: dict[Path, SafetensorsFile] = {}
+        self._cached: dict[Path, int] = {}
+        self._lock = threading.Lock()
         if not self.directory.is_dir():
             raise CheckpointError(self.directory, None, "expected a directory")
         manifest = Manifest.load(self.directory) if verify else None
@@ -166,8 +171,7 @@ class Checkpoint:
                     self._hash(entries[i], views[i])
             else:
                 self._read_large(file, first, views[run.start])
-            if not self._keep_cache:
-                file.drop_cache(first.start, last.start + last.nbytes - first.start)
+            self._forget(file, last.start + last.nbytes - first.start)
 
     def stream(self, entry: TensorEntry, buffer: Tensor) -> None:
         """Read and hash one tensor through a fixed uint8 buffer, keeping nothing."""
@@ -180,8 +184,7 @@ class Checkpoint:
                 digest.update(memoryview_of(piece))
         if digest is not None:
             self.hashes.settle(entry, digest.hexdigest())
-        if not self._keep_cache:
-            file.drop_cache(entry.start, entry.nbytes)
+        self._forget(file, entry.nbytes)
 
     def read_rows(self, entry: TensorEntry, index: int, view: Tensor) -> None:
         """Read `tensor[index]` (along its first dimension) into a uint8 tensor, without hashing: a
@@ -194,11 +197,14 @@ class Checkpoint:
     def drop_cache(self) -> None:
         """Ask the kernel to forget what it has cached of the shards. The files stay as they are."""
         for file in self._files.values():
+            file.flush()
             file.drop_cache()
 
     def close(self) -> None:
-        """Close every shard."""
+        """Close every shard, forgetting its cached pages unless they are to be kept."""
         for file in self._files.values():
+            if not self._keep_cache:
+                file.drop_cache()
             file.close()
 
     def __enter__(self) -> Checkpoint:
@@ -211,6 +217,19 @@ class Checkpoint:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _forget(self, file: SafetensorsFile, nbytes: int) -> None:
+        """Count what was read of a file, and drop its pages once there are DROP_BYTES of them: the
+        call waits for every core, so it is made seldom."""
+        if self._keep_cache:
+            return
+        with self._lock:
+            self._cached[file.path] = self._cached.get(file.path, 0) + nbytes
+            due = self._cached[file.path] >= DROP_BYTES
+            if due:
+                self._cached[file.path] = 0
+        if due:
+            file.drop_cache()
 
     def _read_large(self, file: SafetensorsFile, entry: TensorEntry, view: Tensor) -> None:
         digest = hashlib.sha256() if self.hashes.active else None

@@ -106,7 +106,9 @@ def load_experts(
     sizes = [spec.shape for spec in expert_tensors(config, wanted[0], 0)] if wanted else []
     loaded: dict[int, ExpertWeights] = {}
     read = resident = reserved = 0
-    room = torch.empty(expert_bytes(config), dtype=torch.uint8, device=device)
+    room = torch.empty(
+        expert_bytes(config) if device.type != "cpu" else 0, dtype=torch.uint8, device=device
+    )
     for layer in wanted:
         if not expert_ids:
             loaded[layer] = _allocate(config, 0, layout, device)

@@ -102,12 +102,14 @@ class SafetensorsFile:
             if done:
                 buffers[0] = buffers[0][done:]
 
-    def drop_cache(self, start: int = 0, nbytes: int = 0) -> None:
-        """Ask the kernel to forget cached pages of a range (all of the file by default, written
-        back first: only clean pages can be forgotten)."""
-        if nbytes == 0:
-            os.fsync(self._fd)
-        os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_DONTNEED)
+    def flush(self) -> None:
+        """Wait until the file's pages are on the disk: only clean pages can be forgotten."""
+        os.fsync(self._fd)
+
+    def drop_cache(self) -> None:
+        """Ask the kernel to forget the file's clean cached pages."""
+        if not self._closed:
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         """Close the descriptor; further reads are errors of the operating system."""
