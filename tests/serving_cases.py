@@ -42,13 +42,14 @@ def small_layout(**changes) -> StateLayout:
 class SmallHybrid:
     """`forward(batch)` as the transformer's: advances state in place, returns last-token logits."""
 
-    def __init__(self, layout: StateLayout, *, seed: int = 0) -> None:
+    def __init__(self, layout: StateLayout, *, seed: int = 0, device="cpu") -> None:
         assert layout.tp_size == 1
-        self.layout = layout
+        self.layout, self.device = layout, torch.device(device)
         draw = torch.Generator().manual_seed(seed)
 
         def weight(*shape):
-            return torch.randn(*shape, generator=draw, dtype=torch.float64) / shape[0] ** 0.5
+            drawn = torch.randn(*shape, generator=draw, dtype=torch.float64) / shape[0] ** 0.5
+            return drawn.to(device)
 
         self.embed, self.head = weight(VOCAB, HIDDEN) * VOCAB**0.5, weight(HIDDEN, VOCAB)
         self.kda, self.mla = [], []
@@ -75,7 +76,7 @@ class SmallHybrid:
             )
 
     def forward(self, batch) -> torch.Tensor:
-        logits = torch.empty(batch.num_seqs, VOCAB)
+        logits = torch.empty(batch.num_seqs, VOCAB, device=self.device)
         begin = 0
         for i, (length, start) in enumerate(zip(batch.lengths, batch.starts, strict=True)):
             slot, pages = int(batch.slots[i]), batch.block_tables[i].tolist()
@@ -118,7 +119,7 @@ class SmallHybrid:
     def _mla(self, at, x, rows, pages, position):
         weights, size = self.mla[at], self.layout.page_size
         rows[pages[position // size], position % size] = (x @ weights["row"]).to(rows.dtype)
-        table = torch.tensor(pages[: position // size + 1])
+        table = torch.tensor(pages[: position // size + 1], device=self.device)
         seen = rows[table].reshape(-1, rows.shape[-1])[: position + 1].double()
         share = torch.softmax(seen @ (x @ weights["q"]), dim=0)
         return (share @ seen) @ weights["o"]

@@ -431,3 +431,39 @@ def test_a_missing_mooncake_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "mooncake.engine", None)
     with pytest.raises(BackendUnavailableError, match="pip install"):
         MooncakeTransport()
+
+
+LOST = """
+import datetime, sys, time
+import torch.distributed as dist
+from moe_comm.errors import PeerTimeoutError
+from moe_comm.model.serving.lockstep import agree
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+got = agree(3 + rank, unfinished=rank == 1, now=float(rank), group=dist.group.WORLD)
+assert (got.bucket, got.unfinished, got.now) == (4, True, 1.0)
+if rank == 1:
+    time.sleep(3)
+    raise SystemExit
+try:
+    agree(1, unfinished=True, now=0.0, group=dist.group.WORLD, timeout_s=1.0)
+except PeerTimeoutError as error:
+    print("lost", error.phase, error.rank)
+"""
+
+
+def test_a_rank_that_does_not_come_to_a_step_is_an_error_in_time(tmp_path):
+    command = [sys.executable, "-c", LOST]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        out, _ = ranks[0].communicate(timeout=60)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert out.splitlines() == ["lost scheduler step 0"]

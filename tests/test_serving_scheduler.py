@@ -336,3 +336,38 @@ def test_batches_refuse_what_would_write_into_somebody_else():
     empty = build()
     assert (empty.num_seqs, empty.num_tokens) == (0, 0)
     assert empty.cu_seqlens.tolist() == [0]
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2, 3])
+def test_draft_tokens_through_the_model_leave_no_trace_when_they_are_rejected(accepted):
+    """Verify three draft tokens, keep some, decode on: the logits are those of a run that never
+    drafted. Rejected tokens' MLA rows are overwritten, their states are dropped."""
+    tokens = prompt(21, seed=8)
+    server = Server(prefix=False)
+    pool, cache = server.pool, server.cache
+    (state,) = pool.allocate(1)
+    pages = cache.allocate(4)
+
+    def step(handle, start, end, source):
+        slot = pool.begin(handle, start, end)
+        part = SequenceSlice(token_ids=source[start:end], start=start, slot=slot, pages=pages)
+        logits = server.model.forward(make_batch([part], pool=pool, cache=cache.rows))
+        pool.commit(handle, end)
+        return logits[0]
+
+    step(state, 0, 15, tokens)
+    drafted = (*tokens[: 15 + accepted], *(60 - t for t in tokens[15 + accepted : 18]))
+    before, drafts = state, pool.begin_draft(state, 3)
+    for i, draft in enumerate(drafts):
+        pool.advance_draft(before, draft)
+        step(draft, 15 + i, 16 + i, drafted)
+        before = draft
+    state = pool.commit_draft(state, drafts, accepted)
+    rows = {}
+    for at in range(15 + accepted, 21):
+        rows[at + 1] = step(state, at, at + 1, tokens)
+    plain = Request(name="p", prompt=tokens[:15], max_new_tokens=7, forced=(*tokens[15:], 0))
+    want = alone(plain)
+    for position, row in rows.items():
+        assert torch.equal(row, want[position])
+    assert pool.audit().in_use == 1
