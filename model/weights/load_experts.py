@@ -64,6 +64,20 @@ def staging_bytes(config: K3Config) -> int:
     return STAGING * expert_bytes(config)
 
 
+def default_layout(config: K3Config, device: torch.device) -> str:
+    """The layout that the device's default implementation reads."""
+    hidden, inter = config.routed_expert_hidden_size, config.moe_intermediate_size
+    return LAYOUT_OF[choose_implementation(device, hidden=hidden, inter=inter)]
+
+
+def warm_up(config: K3Config, device: torch.device, layout: str | None = None) -> None:
+    """Repack one expert of zeros and drop it: afterwards the driver, kernels and libraries that
+    repacking needs are in memory, and what a load takes beyond them is its own."""
+    weights = _allocate(config, 1, layout or default_layout(config, device), device)
+    shapes = [spec.shape for spec in expert_tensors(config, config.moe_layers[0], 0)]
+    place_expert(weights, 0, [torch.zeros(s, dtype=torch.uint8, device=device) for s in shapes], ())
+
+
 def load_experts(
     checkpoint: Checkpoint,
     config: K3Config,
@@ -92,9 +106,7 @@ def load_experts(
             scale. HashMismatchError: its bytes are not the manifest's.
     """
     device = torch.device(device)
-    if layout is None:
-        shape = (config.routed_expert_hidden_size, config.moe_intermediate_size)
-        layout = LAYOUT_OF[choose_implementation(device, hidden=shape[0], inter=shape[1])]
+    layout = layout or default_layout(config, device)
     wanted = list(config.moe_layers if layers is None else layers)
     for layer in wanted:
         if layer not in config.moe_layers:

@@ -51,11 +51,12 @@ class MemoryMeter:
     _thread: threading.Thread | None = None
 
     def __enter__(self) -> MemoryMeter:
-        self._base_host = rss_anon()
         if self._on_gpu:
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             self._base_device = torch.cuda.memory_allocated(self.device)
+        # After the driver has started, whose memory is not the load's.
+        self._base_host = rss_anon()
         self._thread = threading.Thread(target=self._watch, name="memory-meter", daemon=True)
         self._thread.start()
         return self

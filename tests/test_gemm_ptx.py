@@ -1,0 +1,152 @@
+"""The inline PTX of the dequantization, executed here by a small emulator, and the GEMM compiled
+for sm_90: neither needs a GPU."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from moe_comm.kernels import mxfp4_dequant, mxfp4_format, mxfp4_tiles
+from moe_comm.kernels.expert_gemm_config import FEW, MANY, SOME
+
+WORD = 0xFFFFFFFF
+
+
+def emulate(ptx, **registers):
+    """Run the straight-line PTX that mxfp4_dequant writes, on int64 tensors of 32-bit values."""
+    held = {f"${name[1:]}": value for name, value in registers.items()}
+
+    def read(name):
+        return held[name] if name in held else int(name, 0)
+
+    for operation, operands in re.findall(r"([a-z0-9.]+) ([^;]+);", ptx):
+        target, *names = (operand.strip() for operand in operands.split(","))
+        if operation == ".reg":
+            continue
+        a, *rest = (read(name) for name in names)
+        if operation == "mov.b32":
+            held[target] = a
+        elif operation == "and.b32":
+            held[target] = a & rest[0]
+        elif operation == "shl.b32":
+            held[target] = (a << rest[0]) & WORD
+        elif operation == "shr.u32":
+            held[target] = a >> rest[0]
+        elif operation == "lop3.b32":
+            assert rest[2] == 0xEA  # (a & b) | c
+            held[target] = (a & rest[0]) | rest[1]
+        elif operation == "mad.lo.u32":
+            held[target] = (a * rest[0] + rest[1]) & WORD
+        elif operation == "prmt.b32":
+            four = [(a >> (8 * i)) & 0xFF for i in range(4)] + [rest[0]] * 4
+            picks = [four[(rest[1] >> (4 * i)) & 7] for i in range(4)]
+            held[target] = sum(pick << (8 * i) for i, pick in enumerate(picks))
+        elif operation == "fma.rn.bf16x2":
+            assert rest[1] == 0x80008000  # plus -0: a product with one rounding
+            held[target] = multiply_pairs(a, rest[0])
+        else:
+            raise AssertionError(f"no such instruction in the emulator: {operation}")
+    return held["$0"]
+
+
+def multiply_pairs(a, b):
+    """Products of the bfloat16 pairs in two 32-bit registers; float64 holds them exactly."""
+    low, high = (
+        (bfloat16(a, shift).double() * bfloat16(b, shift).double()).to(torch.bfloat16)
+        for shift in (0, 16)
+    )
+    bits = [half.view(torch.int16).long() & 0xFFFF for half in (low, high)]
+    return bits[0] | (bits[1] << 16)
+
+
+def bfloat16(register, shift):
+    half = (torch.as_tensor(register) >> shift) & 0xFFFF
+    return torch.where(half < 0x8000, half, half - 0x10000).to(torch.int16).view(torch.bfloat16)
+
+
+@pytest.mark.parametrize(("mode", "largest"), [("N", mxfp4_dequant.NARROW_LIMIT), ("W", 254)])
+def test_ptx_equals_the_format(mode, largest):
+    blocks = 300
+    generator = torch.Generator().manual_seed(largest)
+    packed = torch.randint(0, 256, (1, blocks * 64), generator=generator).to(torch.uint8)
+    scales = torch.randint(0, largest + 1, (1, blocks * 4), generator=generator).to(torch.uint8)
+    scales[0, :4], scales[0, 4:8] = torch.tensor([0, 1, 2, 3]), largest
+    words = torch.empty(blocks, 1, 32, dtype=torch.int16)
+    tile_scales = torch.empty(blocks, 1, 4, dtype=torch.uint8)
+    mxfp4_tiles.to_tiles(packed, scales, words, tile_scales)
+    wanted = mxfp4_format.dequantize(packed, scales).view(blocks, 4, 32)
+    halves = words.view(blocks, 32).long() & 0xFFFF
+    registers = halves[:, 0::2] | (halves[:, 1::2] << 16)
+    four = sum(tile_scales[:, 0, i].long() << (8 * i) for i in range(4))
+    for code in range(4):
+        if mode == "N":
+            pair = emulate(getattr(mxfp4_dequant, f"_S{code}").value, r1=four)
+        else:
+            # As block_scale computes it for WIDE, in Triton.
+            pair = ((four >> (8 * code) & 0xFF) << 7).clamp(min=0x40) * 0x10001
+        pair = pair[:, None].expand(-1, 16)
+        ptx = getattr(mxfp4_dequant, f"_{mode}{code}").value
+        got = emulate(ptx, r1=registers, r2=pair, r3=pair)
+        got = torch.stack((got & 0xFFFF, got >> 16), dim=-1).flatten(1)
+        assert torch.equal(got, wanted[:, code].contiguous().view(torch.int16).long() & 0xFFFF)
+
+
+@pytest.mark.parametrize("config", [FEW, SOME, MANY], ids=lambda c: f"rows{c.block_m}")
+def test_gemm_compiles_for_hopper(config):
+    """Weights reach the tensor cores through registers, and every program's memory fits."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from moe_comm.kernels.expert_gemm_triton import _expert_gemm_kernel as kernel
+
+    tiles = config.gated
+    constants = {
+        "GATED": True,
+        "GATHER": True,
+        "X_KIND": 0,
+        "HAS_BIAS": False,
+        "ACT": 0,
+        "ACT_A": 4.0,
+        "ACT_B": 25.0,
+        "EVEN_K": True,
+        "EVEN_N": True,
+        "SWAP": config.swap,
+        "MODE": mxfp4_dequant.NARROW,
+        "FP32": False,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": tiles.block_n,
+    }
+    pointers = {
+        "x": "*bf16",
+        "x_scale": "*bf16",
+        "row_index": "*i32",
+        "expert_offsets": "*i32",
+        "plan": "*i32",
+        "words": "*i16",
+        "scales": "*i32",
+        "bias": "*bf16",
+        "out": "*bf16",
+    }
+    names = kernel.arg_names
+    signature = {
+        name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names
+    }
+    aligned = {*pointers, "stride_xr", "stride_xt", "K", "N"}
+    source = ASTSource(
+        kernel,
+        signature,
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    compiled = triton.compile(
+        source,
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
+    )
+    ptx = compiled.asm["ptx"]
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async" in ptx
+    assert compiled.metadata.shared * tiles.programs_per_sm <= 227 << 10
