@@ -63,8 +63,8 @@ def load_all(
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[dict[int, ExpertWeights], LoadReport]:
     """Check the headers against the model, stream every tensor that is no routed expert (verified,
-    not kept), then load `expert_ids` of every MoE layer. Other ranks' experts are not read. On a GPU
-    the kernels are warmed up first, outside the time and the memory that the report states.
+    not kept), then load `expert_ids` of every MoE layer. Other ranks' experts are not read. On a
+    GPU the kernels are warmed up first, outside the time and memory that the report states.
 
     Args:
         progress: called from any thread with (bytes read, bytes in all).

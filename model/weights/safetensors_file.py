@@ -51,7 +51,7 @@ class CheckpointError(ValueError):
         self.file, self.tensor, self.detail = file, tensor, detail
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TensorEntry:
     """Where one tensor lies: `start` is its first byte in the file, `nbytes` its length."""
 
