@@ -16,6 +16,7 @@ import dataclasses
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from moe_comm.model.layers.linear import Numerics, linear
 from moe_comm.model.layers.norm import rms_norm
@@ -55,20 +56,19 @@ class GatedMla:
         at each sequence's block table up to its last token."""
         num, mix = x.shape[0], self.numerics
         latent = self.kv_a_norm.shape[0]
-        q = linear(rms_norm(linear(x, self.q_a, mix), self.q_a_norm, INNER_EPS), self.q_b, mix)
+        compressed = rms_norm(linear(x, self.q_a, mix), self.q_a_norm, INNER_EPS, mix.wide)
+        q = linear(compressed, self.q_b, mix)
         q = q.view(num, self.kv_b.shape[0], self.nope_dim + self.rope_dim)
         kv = linear(x, self.kv_a, mix)
-        row = torch.cat(
-            [rms_norm(kv[:, :latent].contiguous(), self.kv_a_norm, INNER_EPS), kv[:, latent:]],
-            dim=-1,
-        )
+        normed = rms_norm(kv[:, :latent].contiguous(), self.kv_a_norm, INNER_EPS, mix.wide)
+        row = torch.cat([normed, kv[:, latent:]], dim=-1)
         cache.view(-1, cache.shape[-1])[plan.cache_rows] = row.to(cache.dtype)
         if mix.batch_invariant:
             mixed = self._one_by_one(q, plan, cache)
         else:
             mixed = self._attend(q, plan, cache)
-        gate = torch.sigmoid(linear(x, self.g, mix).float())
-        gated = (mixed.reshape(num, -1).float() * gate).to(x.dtype)
+        gate = torch.sigmoid(linear(x, self.g, mix).to(mix.wide))
+        gated = (mixed.reshape(num, -1).to(mix.wide) * gate).to(x.dtype)
         return row_parallel(gated, self.o, mix, parallel)
 
     def absorb(self, q: torch.Tensor) -> torch.Tensor:
@@ -134,14 +134,16 @@ class GatedMla:
         shared = context[:, None, latent:].expand(width, heads, self.rope_dim)
         key = torch.cat([kv[..., : self.nope_dim], shared], dim=-1)
         value = kv[..., self.nope_dim :]
+        if q.is_cuda:
+            # Flash kernels take one width for keys and values: padding is cheaper than the others.
+            value = F.pad(value, (0, self.nope_dim + self.rope_dim - self.v_dim))
         q4, k4, v4 = (x.transpose(0, 1).unsqueeze(0) for x in (q, key, value))
         if num == width:
             mixed = F.scaled_dot_product_attention(q4, k4, v4, is_causal=True, scale=self.scale)
         else:
-            position = torch.arange(width, device=q.device)
-            mask = position <= position[width - num :, None]
+            mask = causal_lower_right(num, width)
             mixed = F.scaled_dot_product_attention(q4, k4, v4, attn_mask=mask, scale=self.scale)
-        return mixed[0].transpose(0, 1)
+        return mixed[0, :, :, : self.v_dim].transpose(0, 1)
 
     def _decode(
         self, q: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, cache: torch.Tensor

@@ -44,6 +44,13 @@ class Numerics:
             expected = ", ".join(get_args(KdaForm))
             raise ValueError(f"kda: expected one of {expected}, got {self.kda!r}")
 
+    @property
+    def wide(self) -> torch.dtype:
+        """dtype inside norms, gates and activations. float64 when batch invariant: an fp32 exp or
+        tanh may differ in its last bit by where in a vector its element falls, and float64 keeps
+        that out of the rounded result."""
+        return torch.float64 if self.batch_invariant else torch.float32
+
 
 def tiled_matmul(x: torch.Tensor, weight: torch.Tensor, *, row_tile: int) -> torch.Tensor:
     """x [T, K] times weight [N, K] transposed, as float64 [T, N], in tiles of `row_tile` rows."""
@@ -70,7 +77,7 @@ def linear_fp32(x: torch.Tensor, weight: torch.Tensor, numerics: Numerics) -> to
     """The same with fp32 products and sums, fp32 out: for the router and the logits."""
     if numerics.batch_invariant:
         return tiled_matmul(x, weight, row_tile=numerics.row_tile).float()
-    if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
+    if x.is_cuda and x.shape[0] and x.dtype == weight.dtype == torch.bfloat16:
         # bf16 products are exact in fp32 and sums are kept in fp32, so this is the fp32 product.
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return F.linear(x.float(), weight.float())

@@ -1,4 +1,5 @@
-"""RMSNorm, l2norm, SiTU and the dense MLP. All compute in fp32 and round once.
+"""RMSNorm, l2norm, SiTU and the dense MLP. All compute in `wide` (fp32, or float64 for the
+batch-invariant mode; see Numerics.wide) and round once.
 
 Formulas: kimi_k3's modeling code; SiTU: situ(g) = beta * tanh(g / beta) * sigmoid(g),
 out = situ(g) * lb * tanh(up / lb).
@@ -14,19 +15,25 @@ from moe_comm.model.layers.linear import Numerics, linear
 from moe_comm.model.parallel import Parallel, row_parallel
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, wide: torch.dtype = torch.float32
+) -> torch.Tensor:
     """x [..., D] over its last axis times weight [D]; x's dtype."""
     if x.is_cuda:
         from moe_comm.kernels import rms_norm as kernel
 
         return kernel.rms_norm(x.contiguous(), weight, eps)
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    return (wide * scale * weight.float()).to(x.dtype)
+    value = x.to(wide)
+    scale = torch.rsqrt(value.square().mean(dim=-1, keepdim=True) + eps)
+    return (value * scale * weight.to(wide)).to(x.dtype)
 
 
 def gated_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps: float
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    gate: torch.Tensor,
+    eps: float,
+    wide: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """rms_norm(x) * sigmoid(gate), x and gate [N, H, V], weight [V] for every head; x's dtype,
     rounded once."""
@@ -34,22 +41,28 @@ def gated_rms_norm(
         from moe_comm.kernels import rms_norm as kernel
 
         return kernel.gated_rms_norm(x.contiguous(), weight, gate.contiguous(), eps)
-    return (rms_norm(x.float(), weight, eps) * torch.sigmoid(gate.float())).to(x.dtype)
+    normed = rms_norm(x.to(wide), weight, eps, wide)
+    return (normed * torch.sigmoid(gate.to(wide))).to(x.dtype)
 
 
-def l2_norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """x [..., D] divided by sqrt(sum of squares + eps); fp32."""
-    wide = x.float()
-    return wide * torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + eps)
+def l2_norm(x: torch.Tensor, eps: float = 1e-6, wide: torch.dtype = torch.float32) -> torch.Tensor:
+    """x [..., D] divided by sqrt(sum of squares + eps); in `wide`."""
+    value = x.to(wide)
+    return value * torch.rsqrt(value.square().sum(dim=-1, keepdim=True) + eps)
 
 
 def situ_and_mul(
-    gate: torch.Tensor, up: torch.Tensor, *, beta: float, linear_beta: float
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    *,
+    beta: float,
+    linear_beta: float,
+    wide: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """SiTU-GLU of gate and up, equal shapes; gate's dtype. Bounded by beta * linear_beta."""
-    wide = gate.float()
-    bounded = beta * torch.tanh(wide / beta) * torch.sigmoid(wide)
-    return (bounded * (linear_beta * torch.tanh(up.float() / linear_beta))).to(gate.dtype)
+    value = gate.to(wide)
+    bounded = beta * torch.tanh(value / beta) * torch.sigmoid(value)
+    return (bounded * (linear_beta * torch.tanh(up.to(wide) / linear_beta))).to(gate.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +83,11 @@ class Mlp:
             return _situ_on_gpu(both, beta=self.beta, linear_beta=self.linear_beta)
         gate, up = both.chunk(2, dim=-1)
         return situ_and_mul(
-            gate.contiguous(), up.contiguous(), beta=self.beta, linear_beta=self.linear_beta
+            gate.contiguous(),
+            up.contiguous(),
+            beta=self.beta,
+            linear_beta=self.linear_beta,
+            wide=self.numerics.wide,
         )
 
     def forward(self, x: torch.Tensor, parallel: Parallel) -> torch.Tensor:
@@ -87,5 +104,7 @@ def _situ_on_gpu(gate_up: torch.Tensor, *, beta: float, linear_beta: float) -> t
     # The count lives on the device there; filling it, unlike copying it, can be captured.
     count = torch.full((1,), rows, dtype=torch.int32, device=gate_up.device)
     out = gate_up.new_empty(rows, width)
+    if not rows:
+        return out
     activation = Activation(kind="situ", beta=beta, linear_beta=linear_beta)
     return activate_rows(gate_up, count, activation=activation, out=out)
