@@ -165,9 +165,12 @@ def _check_routing(
     num_rows: int,
 ) -> None:
     want = (num_rows, config.num_topk)
+    # Without wires everything may be float64, so that gradients can be checked numerically.
+    bare = config.dispatch_wire == config.combine_wire == "none"
+    weight_dtypes = (torch.float32, torch.float64) if bare else (torch.float32,)
     for name, tensor, dtypes in (
         ("topk_idx", topk_idx, _ID_DTYPES),
-        ("topk_weights", topk_weights, (torch.float32,)),
+        ("topk_weights", topk_weights, weight_dtypes),
     ):
         if tuple(tensor.shape) != want:
             raise ValueError(

@@ -59,6 +59,7 @@ def forward_in_chunks(
     chunk = max(comm.config.bucket, 1)
     starts = range(0, max(limit, 1), chunk)
     out = torch.empty_like(x)
+    parts: list[Tensor] = []
 
     def start(at: int) -> Pending[Dispatched]:
         here = slice(min(at, num_rows), min(at + chunk, num_rows))
@@ -79,7 +80,13 @@ def forward_in_chunks(
         if overlap:
             pending = start(at + chunk)
         here = slice(min(at, num_rows), min(at + chunk, num_rows))
-        comm.combine(experts(arrived), arrived.handle, out=out[here])
+        y = experts(arrived)
+        recorded = torch.is_grad_enabled() and (
+            y.requires_grad or x.requires_grad or topk_weights.requires_grad
+        )
+        target = None if recorded else out[here]
+        parts.append(comm.combine(y, arrived.handle, out=target))
         if more and not overlap:
             pending = start(at + chunk)
-    return out
+    # Autograd cannot look through slices that are written into.
+    return torch.cat(parts) if any(part.requires_grad for part in parts) else out

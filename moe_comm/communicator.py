@@ -14,6 +14,7 @@ from typing import Any, Literal, Self, TypeVar, overload
 import torch
 from torch import Tensor
 
+from moe_comm import ops
 from moe_comm.calls import CombineCall, DispatchCall, Rows, check_combine, check_dispatch
 from moe_comm.chunks import Pending, forward_in_chunks
 from moe_comm.config import EPConfig
@@ -40,10 +41,13 @@ class Communicator(abc.ABC):
         group: the ranks.
         placement: the table in force.
         backend, mode: what runs inside ("c10d", "exact").
+        capabilities: as the backend's Support has them.
     """
 
     backend: str
     mode: str
+    capabilities: tuple[str, ...] = ()
+    _op_name: str | None = None
 
     def __init__(self, config: EPConfig, group: Group) -> None:
         self.config = config
@@ -95,6 +99,16 @@ class Communicator(abc.ABC):
 
     def _signal_release(self, handle: DispatchHandle) -> None:  # noqa: B027 - few need it
         """Tell the sources that a slot was freed without a combine, where that must be told."""
+
+    def _repeat_rows(self, rows: Tensor, handle: DispatchHandle) -> Tensor:
+        """Send rows [T, H] along a handle's routing as they are: a new [R, B, H]. Collective; the
+        handle may be combined already. For gradients, where "autograd" is a capability."""
+        raise NotImplementedError
+
+    def _return_rows(self, rows: Tensor, handle: DispatchHandle) -> Tensor:
+        """Add rows [R, B, D] of any float dtype up at their tokens, unweighted and as they are:
+        [T, D]. Likewise."""
+        raise NotImplementedError
 
     # The interface.
 
@@ -163,8 +177,47 @@ class Communicator(abc.ABC):
                 this one until their timeout.
             SlotError: num_slots dispatches are outstanding.
             PeerTimeoutError: a rank did not arrive, where the backend blocks the host.
+
+        Where gradients are recorded (x or topk_weights requires them), or under torch.compile,
+        the call goes through moe_comm.ops: rows are a copy, and async_op overlaps nothing.
         """
         self._check_alive()
+        if ops.wants_ops(self, x, topk_weights, handle.topk_weights if handle else None):
+            recorded = ops.dispatch_through(
+                self,
+                x,
+                topk_idx,
+                topk_weights,
+                num_tokens=num_tokens,
+                bucket=bucket,
+                payloads=payloads,
+                handle=handle,
+            )
+            return ops.as_pending(recorded) if async_op else recorded
+        return self._dispatch_now(
+            x,
+            topk_idx,
+            topk_weights,
+            num_tokens=num_tokens,
+            bucket=bucket,
+            payloads=payloads,
+            handle=handle,
+            async_op=async_op,
+        )
+
+    def _dispatch_now(
+        self,
+        x: Rows,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        *,
+        num_tokens: int | Tensor | None,
+        bucket: int | None,
+        payloads: Mapping[str, Tensor] | None,
+        handle: DispatchHandle | None,
+        async_op: bool,
+    ) -> Dispatched | Pending[Dispatched]:
+        """dispatch, recording nothing."""
         call = check_dispatch(
             self.config,
             self.device,
@@ -255,8 +308,45 @@ class Communicator(abc.ABC):
         Raises:
             ValueError: an argument is wrong. SlotError: the handle was combined or released
             before. PeerTimeoutError, PhaseError: as dispatch.
+
+        Gradients (of y, the dispatch's topk_weights and the biases): as dispatch; `out` must be
+        None then.
         """
         self._check_alive()
+        biases = bias if isinstance(bias, tuple) else (bias,)
+        if ops.wants_ops(self, y, handle.topk_weights, *biases):
+            recorded = ops.combine_through(
+                self,
+                y,
+                handle,
+                layout=layout,
+                weights_applied=weights_applied,
+                bias=bias,
+                out=out,
+            )
+            return ops.as_pending(recorded) if async_op else recorded
+        return self._combine_now(
+            y,
+            handle,
+            layout=layout,
+            weights_applied=weights_applied,
+            bias=bias,
+            out=out,
+            async_op=async_op,
+        )
+
+    def _combine_now(
+        self,
+        y: Tensor,
+        handle: DispatchHandle,
+        *,
+        layout: str,
+        weights_applied: bool,
+        bias: Tensor | tuple[Tensor, ...] | None,
+        out: Tensor | None,
+        async_op: bool,
+    ) -> Tensor | Pending[Tensor]:
+        """combine, recording nothing."""
         if handle._owner is not self:
             raise ValueError("handle: expected a handle of this communicator, got another's")
         if handle.combined or handle.released:

@@ -35,6 +35,7 @@ class DispatchHandle:
         num_tokens_per_rank: [R] int32, each source rank's valid tokens.
         state: what the backend keeps for the way back.
         combined, released: whether the slot was given back, and how.
+        token: stands for the handle in moe_comm.ops, where gradients are recorded; else None.
     """
 
     call: int
@@ -51,6 +52,7 @@ class DispatchHandle:
     state: Any = None
     combined: bool = False
     released: bool = False
+    token: Tensor | None = None
     _owner: Any = field(default=None, repr=False)
 
     def release(self) -> None:

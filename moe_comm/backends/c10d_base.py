@@ -272,13 +272,34 @@ class C10dCommunicator(Communicator):
 
     # The rest of the protocol.
 
-    def return_rows(self, rows: Tensor, handle: DispatchHandle) -> Tensor:
-        """Sum rows [R, B, D] of any float dtype back to their tokens [T, D], unweighted and off
-        the wire: the transport of gradients. Collective; the handle may be combined already."""
+    def _repeat_rows(self, rows: Tensor, handle: DispatchHandle) -> Tensor:
+        """See Communicator."""
+        slot = self._take_slot(None)
+        try:
+            call = DispatchCall(
+                x=rows.contiguous(),
+                scales=None,
+                # Sent as it is, whatever the wire.
+                is_quantized=True,
+                topk_idx=handle.topk_idx,
+                topk_weights=handle.topk_weights,
+                num_tokens=handle.num_tokens,
+                bucket=handle.bucket,
+                reuse=handle,
+                slot=slot,
+                call=self._next_call,
+            )
+            self._next_call += 1
+            return self._dispatch_at_once(call).rows.clone()
+        finally:
+            self._busy_slots.discard(slot)
+
+    def _return_rows(self, rows: Tensor, handle: DispatchHandle) -> Tensor:
+        """See Communicator."""
         slot = self._take_slot(None)
         try:
             call = CombineCall(
-                y=rows,
+                y=rows.contiguous(),
                 handle=dataclasses.replace(handle, slot=slot),
                 layout="rows",
                 weights_applied=True,
@@ -346,9 +367,7 @@ class C10dCommunicator(Communicator):
         return count
 
     def _reusable(self, reuse: DispatchHandle) -> Arrived:
-        arrived = reuse.state
-        if not isinstance(arrived, Arrived) or reuse._owner is not self:
-            raise ValueError("handle: expected a handle of this communicator, got another's")
+        arrived: Arrived = reuse.state
         if arrived.num_alive != len(self._ranks_alive):
             raise SlotError(f"handle: dispatch {reuse.call} was made before a rank was masked")
         return arrived

@@ -129,7 +129,8 @@ class ReferenceWorld:
         scales = None if scales0 is None else room(scales0)
         extra = {name: room(tensor) for name, tensor in (inputs[0].payloads or {}).items()}
         local_idx = torch.full((ranks, bucket, config.num_topk), -1, device=device)
-        weights = torch.zeros(ranks, bucket, config.num_topk, device=device)
+        kind = inputs[0].topk_weights.dtype
+        weights = torch.zeros(ranks, bucket, config.num_topk, dtype=kind, device=device)
         for source, given in enumerate(inputs):
             choice_rank, slot = located[source]
             here = choice_rank == rank
@@ -371,7 +372,9 @@ class ReferenceCommunicator(Communicator):
 
 
 def _to_device(d: Dispatched, device: torch.device) -> Dispatched:
-    moved = {name: value.to(device) for name, value in vars(d).items() if isinstance(value, Tensor)}
+    moved: dict[str, Any] = {
+        name: value.to(device) for name, value in vars(d).items() if isinstance(value, Tensor)
+    }
     payloads = {name: tensor.to(device) for name, tensor in d.payloads.items()}
     return dataclasses.replace(d, **moved, payloads=payloads, handle=_moved(d.handle, device))
 
