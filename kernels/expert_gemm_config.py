@@ -42,10 +42,18 @@ MANY = TileConfig(
     down=ProductTiles(block_n=256, num_warps=8, programs_per_sm=1),
 )
 
+MOST = TileConfig(
+    block_m=128,
+    gated=ProductTiles(block_n=128, num_warps=8, num_stages=3, programs_per_sm=1),
+    down=ProductTiles(block_n=256, num_warps=8, num_stages=3, programs_per_sm=1),
+)
+
 
 def choose_tiles(rows_per_expert: float) -> TileConfig:
     """By the mean number of rows an expert: few rows are bound by reading weights, many by the
     tensor cores. Measured with launch/bench_gemm.py --tune."""
     if rows_per_expert <= 16:
         return FEW
-    return SOME if rows_per_expert <= 48 else MANY
+    if rows_per_expert <= 48:
+        return SOME
+    return MANY if rows_per_expert <= 256 else MOST

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_comm.kernels import mxfp4_dequant, mxfp4_format, mxfp4_tiles
-from moe_comm.kernels.expert_gemm_config import FEW, MANY, SOME
+from moe_comm.kernels.expert_gemm_config import FEW, MANY, MOST, SOME
 
 WORD = 0xFFFFFFFF
 
@@ -93,7 +93,7 @@ def test_ptx_equals_the_format(mode, largest):
         assert torch.equal(got, wanted[:, code].contiguous().view(torch.int16).long() & 0xFFFF)
 
 
-@pytest.mark.parametrize("config", [FEW, SOME, MANY], ids=lambda c: f"rows{c.block_m}")
+@pytest.mark.parametrize("config", [FEW, SOME, MANY, MOST], ids=lambda c: f"rows{c.block_m}")
 def test_gemm_compiles_for_hopper(config):
     """Weights reach the tensor cores through registers, and every program's memory fits."""
     import triton
