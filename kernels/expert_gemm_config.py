@@ -41,7 +41,6 @@ MANY = TileConfig(
     gated=ProductTiles(block_n=128, num_warps=8, programs_per_sm=1),
     down=ProductTiles(block_n=256, num_warps=8, programs_per_sm=1),
 )
-
 MOST = TileConfig(
     block_m=128,
     gated=ProductTiles(block_n=128, num_warps=8, num_stages=3, programs_per_sm=1),
@@ -51,7 +50,7 @@ MOST = TileConfig(
 
 def choose_tiles(rows_per_expert: float) -> TileConfig:
     """By the mean number of rows an expert: few rows are bound by reading weights, many by the
-    tensor cores. Measured with launch/bench_gemm.py --tune."""
+    tensor cores. launch/bench_gemm.py --tune searches tiles for a shape."""
     if rows_per_expert <= 16:
         return FEW
     if rows_per_expert <= 48:

@@ -275,15 +275,21 @@ class TestGpu:
         check(case, y)
 
     def test_addresses_beyond_2_31(self):
-        """Words of expert 700 of 704 lie beyond 2^32 bytes, and a row beyond element 2^31."""
-        case = make_case([0] * 700 + [4, 0, 3, 0], 3584, 64, seed=11)
-        wide = case.weights("tiles", "cuda")
-        check(case, self.far_rows(case, wide))
+        """Weights of the last experts lie beyond element 2^31, and so do the rows."""
+        from moe_comm.kernels.expert_gemm_weights import ExpertWeights
 
-    def far_rows(self, case, weights):
-        rows, index, offsets = case.to("cuda")
-        far = torch.empty(2**31 // 3584 + rows.shape[0] + 1, 3584, dtype=rows.dtype, device="cuda")
-        far[-rows.shape[0] :] = rows
-        shift = far.shape[0] - rows.shape[0]
+        case = make_case([4, 3], 3584, 3072, seed=11)
+        experts = 420
+        weights = ExpertWeights.empty(experts, 3584, 3072, layout="tiles", device="cuda")
+        assert weights.w13[: experts - 2].numel() > 2**31
+        for slot, parts in enumerate(case.experts, start=experts - 2):
+            gate, up, down = (tuple(t.cuda() for t in pair) for pair in parts)
+            weights.put(slot, gate=gate, up=up, down=down)
+        offsets = torch.zeros(experts + 1, dtype=torch.int32, device="cuda")
+        offsets[experts - 1], offsets[experts] = 4, 7
+        rows, index, _ = case.to("cuda")
+        shift = 2**31 // 3584 + 1
+        far = torch.empty(shift + rows.shape[0], 3584, dtype=rows.dtype, device="cuda")
+        far[shift:] = rows
         moved = torch.where(index >= 0, index + shift, index).to(torch.int32)
-        return grouped_mlp(far, moved, offsets, weights)
+        check(case, grouped_mlp(far, moved, offsets, weights))
