@@ -149,10 +149,18 @@ def run_rank(body: Callable[[Ranks], int], *, device_type: str, timeout_s: float
     Returns the body's code, 1 for wrong data, 3 where the environment cannot, and ends the process
     with 124 where a rank was lost: nothing that waits for that rank may run after it.
     """
+    met: list[Ranks] = []
     try:
         with joined(device_type, timeout_s=timeout_s) as ranks:
+            met.append(ranks)
             return body(ranks)
     except PeerTimeoutError as error:
+        lost = met[0].lost_rank() if met else None
+        if lost is not None and lost != error.peer:
+            # Who failed because of the lost rank looks lost itself; the launcher knows better.
+            error = PeerTimeoutError(
+                error.phase, error.rank, lost, timeout_s=timeout_s, detail="its process has ended"
+            )
         _leave(f"PeerTimeoutError: {error}", LOST)
     except WrongDataError as error:
         _leave(str(error), WRONG)
