@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+import time
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -112,6 +113,13 @@ class Pair:
                 if got:
                     self.arrived.append(got)
 
+    def poll_until_written(self, index: int) -> None:
+        """Until a sender waits for its verdict."""
+        end = time.monotonic() + 30
+        while not any(inbound.waiting for inbound in self.inbox._inbound.values()):
+            assert time.monotonic() < end
+            assert self.receivers[index].poll(0.01) is None
+
     def one(self, **fields) -> tuple:
         thread, box = self.send(**fields)
         self.pump(thread)
@@ -129,8 +137,7 @@ HIGH = PartSpec(first_head=2, last_head=4, with_mla=False)
 def test_two_senders_bring_one_state_and_both_wait_for_it():
     pair = Pair(senders=2)
     first, box1 = pair.send(0, LOW)
-    for _ in range(20):
-        pair.receivers[0].poll(0.01)
+    pair.poll_until_written(0)
     assert first.is_alive()  # half a state is no state
     assert pair.arrived == []
     assert pair.target.pool.audit().counts[SlotState.STAGING] == 1
@@ -148,8 +155,7 @@ def test_two_senders_bring_one_state_and_both_wait_for_it():
 def test_one_failing_sender_refuses_the_other_and_frees_what_both_brought():
     pair = Pair(senders=2)
     first, box1 = pair.send(0, LOW)
-    for _ in range(20):
-        pair.receivers[0].poll(0.01)
+    pair.poll_until_written(0)
     pair.transports[1].fail = TransferError("cable", settled=True)
     second, box2 = pair.send(1, HIGH)
     pair.pump(first, second)

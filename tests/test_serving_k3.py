@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -176,3 +177,39 @@ def test_a_difference_ends_with_a_named_place_and_a_failing_verdict(monkeypatch,
     assert "cached     DIFFERENT: layer 0, recurrent, position 8" in wrong["cached"]
     assert "bf16 snapshot" in wrong["cached"]
     assert capsys.readouterr().out.splitlines() == [str(verdict) for verdict in verdicts]
+
+
+FAULT = """
+from moe_comm.model.serving.state_pool import StatePool
+
+copy = StatePool._copy
+
+def rounded(self, source, target):
+    copy(self, source, target)
+    self.recurrent[:, target] = self.recurrent[:, target].bfloat16().float()
+
+StatePool._copy = rounded
+"""
+
+
+@pytest.mark.slow
+def test_verify_state_ends_with_1_on_a_fault(checkpoint, tmp_path):
+    """The whole command, with the fault in every process that it starts."""
+    (tmp_path / "sitecustomize.py").write_text(FAULT)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "moe_comm.launch.cli", "verify-state", "--device", "cpu"),
+            *("--checkpoint", str(checkpoint)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert done.returncode == 1, done.stdout + done.stderr[-2000:]
+    lines = {line.split()[0]: line for line in done.stdout.splitlines()}
+    assert list(lines) == list(MODES)
+    assert [mode for mode, line in lines.items() if "DIFFERENT" in line] == ["cached"]
+    assert "layer 0, recurrent, position 64" in lines["cached"]
+    assert "bf16 snapshot" in lines["cached"]

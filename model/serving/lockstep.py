@@ -39,8 +39,9 @@ def agree(
     micros = round(now * 1e6)
     values = [num_tokens, int(unfinished), micros]
     if group is not None and dist.get_world_size(group) > 1:
-        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-        tensor = torch.tensor(values, dtype=torch.int64, device=device)
+        tensor = torch.tensor(values, dtype=torch.int64)
+        if "gloo" not in str(dist.get_backend_config(group)):
+            tensor = tensor.to(torch.accelerator.current_accelerator())
         work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True)
         try:
             work.wait(timedelta(seconds=timeout_s))

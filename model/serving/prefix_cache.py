@@ -11,8 +11,10 @@ owner may go on appending rows behind it, and a reader copies it before it write
 
 from __future__ import annotations
 
+import array
 import hashlib
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -25,9 +27,10 @@ Tokens = tuple[int, ...]
 
 def token_hash(tokens: Sequence[int]) -> str:
     """sha256 of the token ids as little-endian int64."""
-    return hashlib.sha256(
-        b"".join(t.to_bytes(8, "little", signed=True) for t in tokens)
-    ).hexdigest()
+    ids = array.array("q", tokens)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return hashlib.sha256(ids.tobytes()).hexdigest()
 
 
 @dataclass(slots=True, eq=False)
@@ -113,8 +116,6 @@ class PrefixCache:
             matched = depth
             if node.entry is not None:
                 best = (depth, node)
-        self._lookups += 1
-        self._asked += len(tokens)
         if best is None:
             return Hit(depth=0, matched=matched, pages=(), snapshot=None, entry=None)
         depth, node = best
@@ -126,9 +127,15 @@ class PrefixCache:
         pages = tuple(_pages(node))
         self.cache.retain(pages)
         self.pool.retain(entry.snapshot)
-        self._hits += 1
-        self._hit_tokens += depth
         return Hit(depth=depth, matched=matched, pages=pages, snapshot=entry.snapshot, entry=entry)
+
+    def count(self, hit: Hit, num_tokens: int) -> None:
+        """Note for the statistics that a request of `num_tokens` starts from `hit`. A lookup for a
+        request that could not start is not counted: it will come again."""
+        self._lookups += 1
+        self._asked += num_tokens
+        self._hits += hit.depth > 0
+        self._hit_tokens += hit.depth
 
     def unpin(self, hit: Hit) -> None:
         """End a hit: its copies are enqueued, or the request gave up. Call exactly once."""

@@ -84,6 +84,8 @@ class Residency:
         if hit and depth % self.cache.page_size:
             # The prefix's last page is partly filled and shared: rows are added to a copy.
             self.cache.copy_page(hit.pages[-1], fresh[0])
+        if self.prefixes is not None and hit is not None:
+            self.prefixes.count(hit, len(tracked.tokens))
         tracked.state, tracked.pages = state, (*kept, *fresh)
         tracked.processed = tracked.prefix_hit = depth
         tracked.stops = tracked.request.chunk_ends
