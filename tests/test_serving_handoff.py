@@ -244,6 +244,15 @@ def test_no_room_is_a_reason_not_an_error():
     assert pair.one()[0] is Outcome.ACCEPTED
 
 
+def test_a_request_that_nobody_expects_is_refused():
+    pair = Pair()
+    pair.inbox._tokens_of = {"r": TOKENS}.__getitem__
+    outcome, reason = pair.one(request="s")
+    assert outcome is Outcome.REFUSED
+    assert "'s' is not expected" in reason
+    assert pair.one()[0] is Outcome.ACCEPTED
+
+
 def test_garbage_on_the_channel_is_survived():
     pair = Pair()
     channel = pair.channels[0]

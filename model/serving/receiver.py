@@ -50,7 +50,8 @@ class _Transfer:
 class Inbox:
     """Imports of one pool and cache, from any number of senders.
 
-    `tokens_of(request)` gives the prompt that this side knows for a request (None: any tokens).
+    `tokens_of(request)` gives the prompt that this side knows for a request; None: any tokens;
+    LookupError: nobody here expects that request, and it is refused.
     """
 
     def __init__(
@@ -87,7 +88,11 @@ class Inbox:
         if not isinstance(raw, dict):
             raise MigrationError(f"header: expected an object, got {type(raw).__name__}")
         request = str(raw.get("request"))
-        head = check_header(raw, self.pool.layout, tokens=self._tokens_of(request))
+        try:
+            tokens = self._tokens_of(request)
+        except LookupError as error:
+            raise MigrationError(f"request: {request!r} is not expected here") from error
+        head = check_header(raw, self.pool.layout, tokens=tokens)
         inbound = self._inbound.get(request)
         if inbound is None:
             staged = StagedImport.open(self.pool, self.cache, head)
