@@ -147,6 +147,7 @@ class Bench:
 @click.option("--budget", type=float, default=480.0, show_default=True, help="Seconds in all.")
 @click.option("--timeout", type=float, default=60.0, show_default=True)
 @click.option("--json", "json_path", default="-", show_default=True)
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="PNG of `context`.")
 def command(
     preset: str,
     ep_shape: int | None,
@@ -164,19 +165,20 @@ def command(
     budget: float,
     timeout: float,
     json_path: str,
+    plot: Path | None,
 ) -> int:
     """Check the ports against each other, then time them."""
     if not is_rank():
         raise click.UsageError(
             "expected ranks: torchrun --nproc-per-node N -m moe_comm.launch.bench_model ..."
         )
+    from moe_comm.launch.model_ports import PORTS
+    from moe_comm.launch.results import write_json
     from moe_comm.launch.worker import run_rank
 
     started = datetime.datetime.now(datetime.UTC)
 
     def body(ranks: Ranks) -> int:
-        from moe_comm.launch.model_ports import PORTS
-
         config = K3Config.preset(preset)
         if ep_shape is not None:
             local = config.num_experts // ep_shape
@@ -195,7 +197,12 @@ def command(
             seed=seed,
             budget_s=budget,
         )
-        return _run(ranks, options, started, json_path, timeout, ep_shape)
+        document = _run(ranks, options, started, timeout, ep_shape)
+        if ranks.is_first:
+            write_json(json_path, document)
+            if plot is not None:
+                plot_context(document, plot)
+        return 0
 
     return run_rank(body, device_type=device, timeout_s=timeout)
 
@@ -212,14 +219,13 @@ def _run(
     ranks: Ranks,
     options: Options,
     started: datetime.datetime,
-    json_path: str,
     timeout_s: float,
     ep_shape: int | None,
-) -> int:
+) -> dict[str, Any]:
     from moe_comm import create_communicator
     from moe_comm.launch import model_sections as sections
     from moe_comm.launch.model_ports import build_model
-    from moe_comm.launch.results import build_document, write_json
+    from moe_comm.launch.results import build_document
     from moe_comm.model.layers.linear import Numerics
     from moe_comm.model.parallel import Parallel
     from moe_comm.model.transformer import ep_config
@@ -254,11 +260,26 @@ def _run(
             rows=bench.rows,
         )
     document["definitions"] = {**document["definitions"], **DEFINITIONS}
-    if ranks.is_first:
-        if json_path != "-":
-            Path(json_path).parent.mkdir(parents=True, exist_ok=True)
-        write_json(json_path, document)
-    return 0
+    return document
+
+
+def plot_context(document: dict[str, Any], path: Path) -> None:
+    """Decode cost of one layer by context, a line for KDA and one for MLA, both axes logarithmic.
+    Needs matplotlib (the extra `plot`)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for phase, label in (("kda_decode", "KDA layer"), ("mla_decode", "Gated MLA layer")):
+        rows = [row for row in document["rows"] if row["phase"] == phase]
+        points = sorted((r["params"]["context"], r["slowest_rank_p50_us"]) for r in rows)
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", label=label)
+    axes.set(xscale="log", yscale="log", xlabel="context, tokens", ylabel="one decode token, us")
+    axes.legend()
+    axes.grid(visible=True, which="both", alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

@@ -213,7 +213,7 @@ def _generate(ranks: Ranks, job: _Job) -> int:
         )
     prompts = list(job.prompts) or [default_prompt(config)]
     numerics = Numerics(batch_invariant=job.batch_invariant)
-    parallel = Parallel.create(job.tp)
+    parallel = Parallel.create(job.tp, timeout_s=job.timeout_s)
     mine = {n: ids for n, ids in enumerate(prompts) if n % parallel.dp_size == parallel.dp_rank}
     began = time.perf_counter()
     shape = ep_config(

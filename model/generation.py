@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-import torch.distributed as dist
 
 from moe_comm.model.sampling import Sampling
 from moe_comm.model.serving.batch import ForwardBatch, SequenceSlice, make_batch
@@ -92,13 +91,7 @@ def generate(
 def agreed_bucket(model: Transformer, num_tokens: int) -> int:
     """The next power of two at or above the largest token count of any rank; 0 where no rank has
     work. Collective."""
-    most = torch.tensor([num_tokens], dtype=torch.int64)
-    if model.parallel.ep_size > 1:
-        group = model.parallel.ep_group
-        if "gloo" not in str(dist.get_backend_config(group)):
-            most = most.to(model.device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    largest = int(most.item())
+    largest = model.parallel.largest(num_tokens, model.device)
     return 1 << (largest - 1).bit_length() if largest else 0
 
 
@@ -156,12 +149,10 @@ def _advance(
 def _same_on_group(model: Transformer, chosen: list[int]) -> list[int]:
     """The first rank's choice for the whole tensor-parallel group: a tie broken by a last bit must
     not let its ranks part."""
-    parallel = model.parallel
-    if parallel.tp_size == 1:
+    if model.parallel.tp_size == 1:
         return chosen
     ids = torch.tensor(chosen, dtype=torch.int64, device=model.device)
-    dist.broadcast(ids, group=parallel.tp_group, group_src=0)
-    return [int(i) for i in ids.cpu()]
+    return [int(i) for i in model.parallel.from_first(ids).cpu()]
 
 
 def _check(

@@ -7,11 +7,14 @@ into disjoint slices, one a rank, so that every token is dispatched exactly once
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
+from moe_comm.errors import PeerTimeoutError
 from moe_comm.model.layers.linear import Numerics, tiled_matmul
 
 
@@ -20,7 +23,8 @@ class Parallel:
     """Ranks and groups. The default is one rank alone.
 
     `tp_group` is the tensor-parallel group of this rank (None when tp_size is 1), `ep_group` the
-    group of all ranks (None: the default group, or one rank alone).
+    group of all ranks (None: the default group, or one rank alone). A collective that fails raises
+    PeerTimeoutError; `timeout_s` is what its message says.
     """
 
     tp_rank: int = 0
@@ -29,6 +33,7 @@ class Parallel:
     dp_size: int = 1
     tp_group: dist.ProcessGroup | None = None
     ep_group: dist.ProcessGroup | None = None
+    timeout_s: float = 30.0
 
     @property
     def ep_rank(self) -> int:
@@ -41,7 +46,7 @@ class Parallel:
         return self.dp_size * self.tp_size
 
     @classmethod
-    def create(cls, tp_size: int) -> Parallel:
+    def create(cls, tp_size: int, *, timeout_s: float = 30.0) -> Parallel:
         """From the initialized default process group. Collective: every rank makes every group.
 
         Raises ValueError when tp_size does not divide the number of ranks.
@@ -62,6 +67,7 @@ class Parallel:
             dp_size=size // tp_size,
             tp_group=mine,
             ep_group=dist.group.WORLD,
+            timeout_s=timeout_s,
         )
 
     def shard(self, size: int, what: str) -> tuple[int, int]:
@@ -87,8 +93,27 @@ class Parallel:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the tensor-parallel group, in place."""
         if self.tp_size > 1:
-            dist.all_reduce(x, group=self.tp_group)
+            with self._transport("all_reduce"):
+                dist.all_reduce(x, group=self.tp_group)
         return x
+
+    def from_first(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensor of the tensor-parallel group's first rank, in place."""
+        if self.tp_size > 1:
+            with self._transport("broadcast"):
+                dist.broadcast(x, group=self.tp_group, group_src=0)
+        return x
+
+    def largest(self, value: int, device: torch.device) -> int:
+        """The largest of all ranks' values. Collective over all ranks; synchronizes."""
+        if self.ep_size == 1:
+            return value
+        held = torch.tensor([value], dtype=torch.int64)
+        if "gloo" not in str(dist.get_backend_config(self.ep_group)):
+            held = held.to(device)
+        with self._transport("agreement"):
+            dist.all_reduce(held, op=dist.ReduceOp.MAX, group=self.ep_group)
+        return int(held.item())
 
     def gather_slices(self, x: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """The inverse of `token_slice`: this rank's rows [n, D] to all rows [num_tokens, D]."""
@@ -98,7 +123,7 @@ class Parallel:
         padded = x.new_zeros(size, x.shape[1])
         padded[: x.shape[0]] = x
         out = x.new_empty(self.tp_size * size, x.shape[1])
-        _all_gather(out, padded, self.tp_group)
+        self._all_gather(out, padded)
         return out[:num_tokens]
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
@@ -106,15 +131,26 @@ class Parallel:
         if self.tp_size == 1:
             return x
         out = x.new_empty(self.tp_size * x.shape[0], x.shape[1])
-        _all_gather(out, x.contiguous(), self.tp_group)
+        self._all_gather(out, x.contiguous())
         parts = out.view(self.tp_size, x.shape[0], x.shape[1])
         return parts.transpose(0, 1).reshape(x.shape[0], -1)
 
+    def _all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Every rank's x, one after another, into out. torch 2.13 renamed the call."""
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        with self._transport("all_gather"):
+            gather(out, x, group=self.tp_group)
 
-def _all_gather(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Every rank's x, one after another, into out. torch 2.13 renamed the call."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(out, x, group=group)
+    @contextlib.contextmanager
+    def _transport(self, what: str) -> Iterator[None]:
+        """Around one collective: what torch.distributed raises when a peer is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            detail = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise PeerTimeoutError(
+                what, self.ep_rank, None, timeout_s=self.timeout_s, detail=detail
+            ) from error
 
 
 def row_parallel(

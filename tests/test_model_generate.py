@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,6 +83,38 @@ def test_sampled_tokens_follow_the_seed(checkpoint):
     made = {seed: lines(moe_bench(*common, "--seed", seed)) for seed in (1, 2)}
     assert made[1] == lines(moe_bench(*common, "--seed", 1))
     assert made[1] != made[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_killed_rank_ends_the_command(checkpoint, tp):
+    """Exit code 124 in bounded time, no tokens on stdout, no process left."""
+    options = ("generate", "--checkpoint", checkpoint, "--device", "cpu", "--nproc", 2, "--tp", tp)
+    options += ("--max-new", 5000, "--no-stop", "--timeout", 5)
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "moe_comm.launch.cli", *map(str, options)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        said = ""
+        while "layer 9 of 9" not in said:
+            line = process.stderr.readline()
+            assert line, said
+            said += line
+        listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        ranks = [int(pid) for pid in listed]
+        assert len(ranks) == 2
+        time.sleep(2)
+        os.kill(ranks[1], signal.SIGKILL)
+        out, said = process.communicate(timeout=90)
+    finally:
+        process.kill()
+    assert process.returncode == 124, said
+    assert out == ""
+    assert "rank 1 was killed" in said
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
 
 @pytest.mark.parametrize(

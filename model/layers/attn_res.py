@@ -30,12 +30,14 @@ class AttnResSite:
         """From the tensors on disk: norm [D] and proj [1, D]."""
         return cls(score_weight=norm.float() * proj.float().view(-1), eps=eps)
 
-    def forward(self, bank: torch.Tensor, running: torch.Tensor) -> torch.Tensor:
-        """Bank [R, N, D] and running sum [N, D] to the mixture [N, D]; fp32 inside, rounded once.
+    def forward(
+        self, bank: torch.Tensor, running: torch.Tensor, wide: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """Bank [R, N, D] and running sum [N, D] to the mixture [N, D]; `wide` inside, rounded once.
         With an empty bank that is the running sum itself."""
         if not bank.shape[0]:
             return running
-        rows: list[torch.Tensor] = [row.float() for row in (*bank, running)]
+        rows: list[torch.Tensor] = [row.to(wide) for row in (*bank, running)]
         scores = torch.stack([self._score(row) for row in rows], dim=-1)
         p = torch.softmax(scores, dim=-1)
         mixed = rows[0] * p[:, 0:1]
@@ -52,11 +54,13 @@ class AttnResSite:
 class AttnResState:
     """The bank, the running sum, and an update not yet added to it, of one forward pass."""
 
-    def __init__(self, embedded: torch.Tensor, block_size: int) -> None:
+    def __init__(
+        self, embedded: torch.Tensor, block_size: int, wide: torch.dtype = torch.float32
+    ) -> None:
         self.bank = embedded.new_empty(0, *embedded.shape)
         self._running: torch.Tensor | None = embedded
         self._update: torch.Tensor | None = None
-        self._block_size = block_size
+        self._block_size, self._wide = block_size, wide
 
     @property
     def num_rows(self) -> int:
@@ -100,7 +104,8 @@ class AttnResState:
             return normed
         running = self._sum()
         self._running, self._update = running, None
-        return rms_norm(site.forward(self.bank, running), norm_weight, norm_eps)
+        mixed = site.forward(self.bank, running, self._wide)
+        return rms_norm(mixed, norm_weight, norm_eps, self._wide)
 
     def _sum(self) -> torch.Tensor:
         if self._update is None:

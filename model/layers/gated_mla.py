@@ -136,7 +136,7 @@ class GatedMla:
         value = kv[..., self.nope_dim :]
         if q.is_cuda:
             # Flash kernels take one width for keys and values: padding is cheaper than the others.
-            value = F.pad(value, (0, self.nope_dim + self.rope_dim - self.v_dim))
+            value = F.pad(value, (0, max(0, q.shape[-1] - self.v_dim)))
         q4, k4, v4 = (x.transpose(0, 1).unsqueeze(0) for x in (q, key, value))
         if num == width:
             mixed = F.scaled_dot_product_attention(q4, k4, v4, is_causal=True, scale=self.scale)

@@ -47,5 +47,6 @@ class InvariantExperts:
             linear(x, up, self.numerics),
             beta=self.beta,
             linear_beta=self.linear_beta,
+            wide=self.numerics.wide,
         )
         return linear(hidden, down, self.numerics)

@@ -89,15 +89,15 @@ class Kda:
     ) -> torch.Tensor:
         """x [N, D] to [N, D]; advances `state` at the batch's slots by each sequence's tokens."""
         num, heads = x.shape[0], self.a_log.shape[0]
-        mix = self.numerics
+        mix, wide = self.numerics, self.numerics.wide
         inputs = KdaInputs(
-            q=short_conv(linear(x, self.q, mix), self.conv_q, state.conv_q, plan).view(
+            q=short_conv(linear(x, self.q, mix), self.conv_q, state.conv_q, plan, wide).view(
                 num, heads, self.head_dim
             ),
-            k=short_conv(linear(x, self.k, mix), self.conv_k, state.conv_k, plan).view(
+            k=short_conv(linear(x, self.k, mix), self.conv_k, state.conv_k, plan, wide).view(
                 num, heads, self.head_dim
             ),
-            v=short_conv(linear(x, self.v, mix), self.conv_v, state.conv_v, plan).view(
+            v=short_conv(linear(x, self.v, mix), self.conv_v, state.conv_v, plan, wide).view(
                 num, heads, self.v_head_dim
             ),
             decay=linear(linear(x, self.f_a, mix), self.f_b, mix).view(num, heads, self.head_dim),
@@ -105,7 +105,7 @@ class Kda:
         )
         out = self._delta_rule(inputs, plan, state.recurrent)
         gate = linear(x, self.g, mix).view(num, heads, self.v_head_dim)
-        normed = gated_rms_norm(out, self.o_norm, gate, self.eps)
+        normed = gated_rms_norm(out, self.o_norm, gate, self.eps, wide)
         return row_parallel(normed.view(num, -1), self.o, mix, parallel)
 
     def _delta_rule(
@@ -184,13 +184,14 @@ class Kda:
         states[where] = final
 
     def _prepared(self, inputs: KdaInputs) -> tuple[torch.Tensor, ...]:
-        """fp32 q (normalized, scaled), k (normalized), v, log-decay, beta."""
+        """q (normalized, scaled), k (normalized), v, log-decay, beta, in Numerics.wide."""
+        wide = self.numerics.wide
         return (
-            l2_norm(inputs.q) * self.head_dim**-0.5,
-            l2_norm(inputs.k),
-            inputs.v.float(),
-            kda_ops.log_decay(inputs.decay, self.a_log, self.dt_bias, self.lower_bound),
-            torch.sigmoid(inputs.beta.float()),
+            l2_norm(inputs.q, wide=wide) * self.head_dim**-0.5,
+            l2_norm(inputs.k, wide=wide),
+            inputs.v.to(wide),
+            kda_ops.log_decay(inputs.decay, self.a_log, self.dt_bias, self.lower_bound, wide),
+            torch.sigmoid(inputs.beta.to(wide)),
         )
 
     def _torch_step(

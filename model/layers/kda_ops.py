@@ -1,7 +1,9 @@
 """The gated delta rule of KDA in plain torch: token by token, and in chunks of 64.
 
 S <- diag(exp(g)) S;  S <- S + k u^T with u = beta (v - S^T k);  o = S^T q.
-The state is [H, K, V], key axis before value axis, fp32, everywhere in this package.
+The state is [H, K, V], key axis before value axis, fp32, everywhere in this package. With float64
+inputs a step or a chunk is computed in float64 and the state is rounded to fp32 after each, so that
+where a sequence was cut between steps or chunks does not show.
 
 The chunked form, with G the running sum of g inside a chunk and S0 the state before it:
   u_i = beta_i (v_i - S0^T (k_i e^{G_i})) - beta_i sum_{j<i} (k_i . k_j e^{G_i - G_j}) u_j
@@ -21,15 +23,19 @@ from moe_comm.model.layers.sequence_plan import CHUNK
 
 
 def log_decay(
-    raw: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float
+    raw: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    lower_bound: float,
+    wide: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """lower_bound * sigmoid(exp(A_log) * (raw + dt_bias)), fp32, in (lower_bound, 0).
+    """lower_bound * sigmoid(exp(A_log) * (raw + dt_bias)), in `wide`, in (lower_bound, 0).
 
     raw [T, H, K], a_log [H], dt_bias [H * K].
     """
     heads, width = raw.shape[1:]
-    shifted = raw.float() + dt_bias.float().view(heads, width)
-    return lower_bound * torch.sigmoid(a_log.float().exp().view(heads, 1) * shifted)
+    shifted = raw.to(wide) + dt_bias.to(wide).view(heads, width)
+    return lower_bound * torch.sigmoid(a_log.to(wide).exp().view(heads, 1) * shifted)
 
 
 def recurrent_step(
@@ -41,12 +47,14 @@ def recurrent_step(
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token of S sequences: q, k, g [S, H, K], v [S, H, V], beta [S, H], state [S, H, K, V],
-    all fp32, q already scaled. Returns (o [S, H, V], new state)."""
+    q already scaled; state fp32, the others fp32 or float64, which is then what is computed in.
+    Returns (o [S, H, V], new state, rounded to fp32)."""
+    state = state.to(q.dtype)
     state = state * g.exp().unsqueeze(-1)
     seen = (state * k.unsqueeze(-1)).sum(dim=-2)
     u = beta.unsqueeze(-1) * (v - seen)
     state = state + k.unsqueeze(-1) * u.unsqueeze(-2)
-    return (state * q.unsqueeze(-1)).sum(dim=-2), state
+    return (state * q.unsqueeze(-1)).sum(dim=-2), state.float()
 
 
 def recurrent(
@@ -99,6 +107,7 @@ def _one_chunk(
     total = g.cumsum(dim=1)
     decay = total.exp()
     against_k, against_q = _decayed_products(q, k, total)
+    state = state.to(q.dtype)
     rhs = beta * (v - (k * decay) @ state)
     u = torch.linalg.solve_triangular(
         (beta * against_k).tril(-1), rhs, upper=False, unitriangular=True
@@ -107,7 +116,7 @@ def _one_chunk(
     last = total[:, -1:]
     carried = (k * (last - total).exp()).transpose(1, 2) @ u
     state = decay[:, -1].unsqueeze(-1) * state + carried
-    return out[:, :num].transpose(0, 1), state
+    return out[:, :num].transpose(0, 1), state.float()
 
 
 def _padded(x: torch.Tensor) -> torch.Tensor:

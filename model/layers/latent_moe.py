@@ -113,7 +113,8 @@ class LatentMoe:
         with _receive(self.stream):
             combined = returning.wait()
         latent = combined.to(x.dtype)
-        return linear(rms_norm(latent, self.norm_weight, self.eps), self.up, self.numerics) + shared
+        normed = rms_norm(latent, self.norm_weight, self.eps, self.numerics.wide)
+        return linear(normed, self.up, self.numerics) + shared
 
 
 # Memory that one stream allocates and the other uses needs no record_stream: each fork waits for

@@ -60,7 +60,7 @@ class Router:
                 renormalize=self.renormalize,
                 scaling=self.scaling,
             )
-        scores = torch.sigmoid(logits)
+        scores = torch.sigmoid(logits.to(self.numerics.wide)).float()
         choice = scores + self.bias
         if self.num_groups > 1:
             choice = self._mask_groups(choice)

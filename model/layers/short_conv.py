@@ -19,11 +19,12 @@ def short_conv(
     weight: torch.Tensor,
     state: torch.Tensor,
     plan: SequencePlan,
+    wide: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Convolve x [N, C] with weight [C, W]; returns [N, C] in x's dtype.
 
     `state` [num_slots, C, W - 1] is read and updated in place at the batch's slots. Any length
-    is fine, also one shorter than W - 1. Sums are in fp32, taps in order.
+    is fine, also one shorter than W - 1. Sums are in `wide`, taps in order.
     """
     if x.is_cuda:
         from moe_comm.kernels import short_conv as kernel
@@ -43,9 +44,9 @@ def short_conv(
     rows = x.new_empty(x.shape[0] + remembered.numel(), x.shape[1])
     rows[remembered] = state[slots].transpose(1, 2).to(x.dtype)
     rows[new] = x
-    taps = weight.float().t().contiguous()
-    mixed = rows[new - (width - 1)].float() * taps[0]
+    taps = weight.to(wide).t().contiguous()
+    mixed = rows[new - (width - 1)].to(wide) * taps[0]
     for j in range(1, width):
-        mixed = mixed + rows[new - (width - 1) + j].float() * taps[j]
+        mixed = mixed + rows[new - (width - 1) + j].to(wide) * taps[j]
     state[slots] = rows[kept].transpose(1, 2).to(state.dtype)
     return F.silu(mixed).to(x.dtype)
