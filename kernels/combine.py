@@ -55,34 +55,54 @@ def partial_sum(
 
 
 @triton.jit
-def fold_partials(
-    acc, own, partials_ptr, scales_ptr, choice_rank_ptr, token, rank, stride_rank, stride_rank_g,
-    column, in_row, block, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    BLOCK: tl.constexpr, WIRE: tl.constexpr, GROUP: tl.constexpr, OWN: tl.constexpr,
+def ordered_sum(
+    y_ptr, order_ptr, order_weights_ptr, row, count, column, in_row, H: tl.constexpr,
+    K: tl.constexpr, BLOCK: tl.constexpr, APPLIED: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """acc plus each rank's partial sum, at the last choice k that lies on the rank. Rank r's row
-    of the token is at partials_ptr + r * stride_rank + token * H; with OWN, `own` stands in for
-    `rank`'s."""
-    choice = tl.arange(0, KP)
-    ranks = tl.load(choice_rank_ptr + token * K + choice, mask=choice < K, other=-1)
-    for k in tl.static_range(K):
-        source = tl.load(choice_rank_ptr + token * K + k)
-        later = tl.max(((ranks == source) & (choice > k)).to(tl.int32), 0)
-        last = (source >= 0) & (later == 0)
-        load = last
-        if OWN:
-            load = last & (source != rank)
-        at = source.to(tl.int64) * stride_rank + token.to(tl.int64) * H
-        value = tl.load(partials_ptr + at + column, mask=in_row & load, other=0.0).to(tl.float32)
-        if WIRE != 0:
-            group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-            at_g = source.to(tl.int64) * stride_rank_g + token.to(tl.int64) * G
-            scale = tl.load(scales_ptr + at_g + group, mask=(group < G) & load, other=0)
-            factor = scale_to_f32(scale, WIRE == 2)
-            value = (value.reshape(BLOCK // GROUP, GROUP) * factor[:, None]).reshape(BLOCK)
-        if OWN:
+    """As partial_sum, over the row's `count` choices here without gaps (Order of expert_index),
+    UNROLL loads in flight. What is past the count adds -0, which changes no number."""
+    acc = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, count, UNROLL):
+        for step in tl.static_range(UNROLL):
+            at = row * K + first + step
+            inside = first + step < count
+            position = tl.load(order_ptr + at, mask=inside, other=-1)
+            here = position >= 0
+            value = tl.load(
+                y_ptr + position.to(tl.int64) * H + column, mask=in_row & here, other=-0.0
+            ).to(tl.float32)
+            if APPLIED:
+                acc = acc + value
+            else:
+                weight = tl.load(order_weights_ptr + at, mask=here, other=1.0)
+                acc = tl.fma(value, tl.zeros([BLOCK], tl.float32) + weight, acc)
+    return acc
+
+
+@triton.jit
+def ordered_fold(
+    acc, own, partials_ptr, scales_ptr, fold_rank_ptr, count, token, rank, bucket, column, in_row,
+    block, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    WIRE: tl.constexpr, GROUP: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """acc plus the partial sums of the token's `count` ranks in fold_rank's order; `own` is this
+    rank's, the others' are at partials_ptr + (source * bucket + token) * H."""
+    for first in range(0, count, UNROLL):
+        for step in tl.static_range(UNROLL):
+            inside = first + step < count
+            source = tl.load(fold_rank_ptr + token * K + first + step, mask=inside, other=-1)
+            remote = (source >= 0) & (source != rank)
+            row = source.to(tl.int64) * bucket + token
+            value = tl.load(partials_ptr + row * H + column, mask=in_row & remote, other=-0.0).to(
+                tl.float32
+            )
+            if WIRE != 0:
+                group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+                scale = tl.load(scales_ptr + row * G + group, mask=(group < G) & remote, other=0)
+                factor = scale_to_f32(scale, WIRE == 2)
+                value = (value.reshape(BLOCK // GROUP, GROUP) * factor[:, None]).reshape(BLOCK)
             value = tl.where(source == rank, own, value)
-        acc = tl.where(last, acc + value, acc)
+            acc = acc + value
     return acc
 
 
@@ -96,19 +116,22 @@ def _round_to_wire(partial, y_type: tl.constexpr, WIRE: tl.constexpr, GROUP: tl.
     return rounded
 
 
-@triton.jit(do_not_specialize=["rank", "num_rows", "bucket"])
+@triton.jit(
+    do_not_specialize=[
+        "rank", "num_rows", "bucket", "channel", "dispatch_channel", "send_programs", "timeout_ns"
+    ]
+)  # fmt: skip
 def _combine_kernel(
-    y_ptr, position_ptr, weights_ptr, tokens_ptr, choice_rank_ptr, bias_ptr, out_ptr, alive_ptr,
-    peers_ptr, partials_ptr, partial_scales_ptr, rows_offset, scales_offset, flags_offset,
-    flags_ptr, state_ptr, status_ptr, channel, dispatch_channel, rank, bucket, num_rows,
-    send_programs, timeout_ns,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr,
-    RP: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr, GROUP: tl.constexpr,
-    VALUE_BYTES: tl.constexpr, ROWS_LAYOUT: tl.constexpr, APPLIED: tl.constexpr,
-    ROW_ALIGN: tl.constexpr, HAS_BIAS: tl.constexpr, CHUNKS: tl.constexpr,
-    NUM_CHANNELS: tl.constexpr,
-    CHANNELS_P: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr, POLL: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    y_ptr, order_ptr, order_weights_ptr, order_count_ptr, fold_rank_ptr, fold_count_ptr,
+    bias_ptr, out_ptr, alive_ptr, peers_ptr, partials_ptr, partial_scales_ptr, rows_offset,
+    scales_offset, flags_offset, flags_ptr, state_ptr, status_ptr, channel, dispatch_channel,
+    rank, bucket, num_rows, send_programs, timeout_ns,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+    UNROLL: tl.constexpr, FOLD_UNROLL: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr,
+    GROUP: tl.constexpr, VALUE_BYTES: tl.constexpr, ROWS_LAYOUT: tl.constexpr,
+    APPLIED: tl.constexpr, ROW_ALIGN: tl.constexpr, HAS_BIAS: tl.constexpr, CHUNKS: tl.constexpr,
+    NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr, SEND: tl.constexpr,
+    RECEIVE: tl.constexpr, POLL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     blocks: tl.constexpr = (H + BLOCK - 1) // BLOCK
@@ -128,16 +151,13 @@ def _combine_kernel(
                     # Each rank starts with its right neighbour.
                     peer = (rank + 1 + (item // blocks) % (R - 1)) % R
                     row = peer.to(tl.int64) * bucket + token
-                    choice = tl.arange(0, KP)
-                    positions = tl.load(position_ptr + row * K + choice, mask=choice < K, other=-1)
-                    reached = (tl.max(positions, 0) >= 0) & usable
-                    reached = reached & (token < tl.load(tokens_ptr + peer))
-                    if reached & (tl.load(alive_ptr + peer) != 0):
+                    count = tl.load(order_count_ptr + row)
+                    if (count > 0) & usable & (tl.load(alive_ptr + peer) != 0):
                         _put_partial(
-                            y_ptr, position_ptr, weights_ptr, row, block, y_type, tl.load(peers_ptr
-                            + peer), rows_offset, scales_offset, rank.to(tl.int64) * bucket + token,
-                            H, G, K, BLOCK, WIRE, GROUP, VALUE_BYTES, ROWS_LAYOUT, APPLIED,
-                            ROW_ALIGN,
+                            y_ptr, order_ptr, order_weights_ptr, row, count, block, y_type,
+                            tl.load(peers_ptr + peer), rows_offset, scales_offset,
+                            rank.to(tl.int64) * bucket + token, H, G, K, BLOCK, WIRE, GROUP,
+                            VALUE_BYTES, ROWS_LAYOUT, APPLIED, ROW_ALIGN, UNROLL,
                         )  # fmt: skip
                 if arrive(state_ptr, channel + chunk, NUM_CHANNELS) == send_programs - 1:
                     reset_arrivals(state_ptr, channel + chunk, NUM_CHANNELS)
@@ -175,9 +195,10 @@ def _combine_kernel(
                             tl.float32
                         )
                     else:
-                        own = partial_sum(
-                            y_ptr, position_ptr, weights_ptr, row, column, in_row, H, K, BLOCK,
-                            APPLIED,
+                        own = ordered_sum(
+                            y_ptr, order_ptr, order_weights_ptr, row,
+                            tl.load(order_count_ptr + row), column, in_row, H, K, BLOCK, APPLIED,
+                            UNROLL,
                         )  # fmt: skip
                     own = _round_to_wire(own, y_type, WIRE, GROUP, BLOCK)
                     if waited == 0:
@@ -191,10 +212,10 @@ def _combine_kernel(
                         acc = tl.load(
                             bias_ptr + token.to(tl.int64) * H + column, mask=in_row, other=0.0
                         )
-                    acc = fold_partials(
-                        acc, own, partials_ptr, partial_scales_ptr, choice_rank_ptr, token, rank,
-                        bucket.to(tl.int64) * H, bucket.to(tl.int64) * G, column, in_row, block, H,
-                        G, K, KP, BLOCK, WIRE, GROUP, True,
+                    acc = ordered_fold(
+                        acc, own, partials_ptr, partial_scales_ptr, fold_rank_ptr,
+                        tl.load(fold_count_ptr + token), token, rank, bucket, column, in_row,
+                        block, H, G, K, BLOCK, WIRE, GROUP, FOLD_UNROLL,
                     )  # fmt: skip
                     acc = tl.where(arrived != 0, acc, float("nan"))
                     tl.store(out_ptr + token.to(tl.int64) * H + column, acc.to(y_type), mask=in_row)
@@ -202,10 +223,10 @@ def _combine_kernel(
 
 @triton.jit
 def _put_partial(
-    y_ptr, position_ptr, weights_ptr, row, block, y_type: tl.constexpr, base, rows_offset,
+    y_ptr, order_ptr, order_weights_ptr, row, count, block, y_type: tl.constexpr, base, rows_offset,
     scales_offset, target, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
     WIRE: tl.constexpr, GROUP: tl.constexpr, VALUE_BYTES: tl.constexpr, ROWS_LAYOUT: tl.constexpr,
-    APPLIED: tl.constexpr, ROW_ALIGN: tl.constexpr,
+    APPLIED: tl.constexpr, ROW_ALIGN: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """The partial sum of received row `row` to row `target` of the memory at `base`."""
     column = block * BLOCK + tl.arange(0, BLOCK)
@@ -213,9 +234,10 @@ def _put_partial(
     if ROWS_LAYOUT:
         partial = tl.load(y_ptr + row * H + column, mask=in_row, other=0.0).to(tl.float32)
     else:
-        partial = partial_sum(
-            y_ptr, position_ptr, weights_ptr, row, column, in_row, H, K, BLOCK, APPLIED
-        )
+        partial = ordered_sum(
+            y_ptr, order_ptr, order_weights_ptr, row, count, column, in_row, H, K, BLOCK, APPLIED,
+            UNROLL,
+        )  # fmt: skip
     rounded = partial.to(y_type)
     at = base + rows_offset + target * (H * VALUE_BYTES)
     if WIRE != 0:
@@ -248,17 +270,22 @@ def _fold_kernel(
     partials_ptr, choice_rank_ptr, bias_ptr, out_ptr, stride_rank, H: tl.constexpr,
     K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
+    """Without a list of ranks in order: each choice asks whether a later one lies on its rank."""
     token = tl.program_id(0)
-    block = tl.program_id(1)
-    column = block * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     in_row = column < H
     acc = tl.zeros([BLOCK], tl.float32)
     if HAS_BIAS:
         acc = tl.load(bias_ptr + token.to(tl.int64) * H + column, mask=in_row, other=0.0)
-    acc = fold_partials(
-        acc, acc, partials_ptr, partials_ptr, choice_rank_ptr, token, 0, stride_rank, 0, column,
-        in_row, block, H, 1, K, KP, BLOCK, 0, BLOCK, False,
-    )  # fmt: skip
+    choice = tl.arange(0, KP)
+    ranks = tl.load(choice_rank_ptr + token * K + choice, mask=choice < K, other=-1)
+    for k in tl.static_range(K):
+        source = tl.load(choice_rank_ptr + token * K + k)
+        later = tl.max(((ranks == source) & (choice > k)).to(tl.int32), 0)
+        last = (source >= 0) & (later == 0)
+        at = source.to(tl.int64) * stride_rank + token.to(tl.int64) * H
+        value = tl.load(partials_ptr + at + column, mask=in_row & last, other=-0.0)
+        acc = acc + value.to(tl.float32)
     tl.store(
         out_ptr + token.to(tl.int64) * H + column, acc.to(out_ptr.dtype.element_ty), mask=in_row
     )

@@ -5,9 +5,8 @@ expert, L local experts. Receive memory of one slot, at `*_offset` bytes from ea
 (`peers_ptr`, int64 [R]): rows [R, B, H], scales [R, B, G], ids int32 [R, B, K], weights fp32
 [R, B, K], payload bytes [R, B, P]; entry (source, token) is written by that source alone.
 
-Programs 0 .. send_programs - 1 put; the last of them to arrive releases. The L + 1 programs after
-them wait and index. Putting programs wait for nobody (but for a released slot), and come first in
-the grid, so they always get to run.
+One launch puts: programs wait for nobody (but for a released slot), and the last to arrive
+releases. A second one waits and indexes; it may be launched at once or later.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_comm.kernels.expert_index import index_one_expert
+from moe_comm.kernels.expert_index import rank_by_counting
 from moe_comm.kernels.quantize import quantize_groups
 from moe_comm.kernels.signal import (
     arrive,
@@ -54,7 +53,8 @@ def locate(ids, valid, token, rank, copy_table_ptr, num_copies_ptr, alive_ptr, C
 def _put_token(
     token, block, num_tokens, x_ptr, scales_ptr, topk_idx_ptr, topk_weights_ptr, payload_ptr,
     copy_table_ptr, num_copies_ptr, alive_ptr, peers_ptr, rows_offset, scales_offset, ids_offset,
-    weights_offset, payload_offset, choice_rank_ptr, status_ptr, rank, bucket, E, stride_x,
+    weights_offset, payload_offset, choice_rank_ptr, fold_rank_ptr, fold_count_ptr,
+    status_ptr, rank, bucket, E, stride_x,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
     KP: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr,
     VALUE_BYTES: tl.constexpr, PAYLOAD: tl.constexpr, PAYLOAD_P: tl.constexpr,
@@ -70,10 +70,6 @@ def _put_token(
     to_rank, slot = locate(
         ids, in_range & real, token, rank, copy_table_ptr, num_copies_ptr, alive_ptr, C
     )
-    if block == 0:
-        tl.store(choice_rank_ptr + token * K + choice, to_rank, mask=inside)
-        if tl.max((real & inside & ~in_range & (ids != -1)).to(tl.int32), 0) > 0:
-            tl.atomic_or(status_ptr, 1)
     if real:
         column = block * BLOCK + tl.arange(0, BLOCK)
         in_row = column < H
@@ -139,6 +135,27 @@ def _put_token(
                                 PAYLOAD,
                                 PAYLOAD_P,
                             )
+    if block == 0:
+        tl.store(choice_rank_ptr + token * K + choice, to_rank, mask=inside)
+        _write_fold_order(to_rank, token, fold_rank_ptr, fold_count_ptr, K, KP)
+        if tl.max((real & inside & ~in_range & (ids != -1)).to(tl.int32), 0) > 0:
+            tl.atomic_or(status_ptr, 1)
+
+
+@triton.jit
+def _write_fold_order(
+    to_rank, token, fold_rank_ptr, fold_count_ptr, K: tl.constexpr, KP: tl.constexpr
+):
+    """The token's ranks in order of their last choice: the order in which combine adds.
+
+    Example: to_rank [1, 0, 1, -1]: fold_rank [0, 1], fold_count 2.
+    """
+    choice = tl.arange(0, KP)
+    again = (to_rank[:, None] == to_rank[None, :]) & (choice[None, :] > choice[:, None])
+    last = (to_rank >= 0) & (tl.max(again.to(tl.int32), 1) == 0)
+    place = tl.cumsum(last.to(tl.int32), 0) - 1
+    tl.store(fold_rank_ptr + token * K + place, to_rank, mask=last)
+    tl.store(fold_count_ptr + token, tl.sum(last.to(tl.int32), 0))
 
 
 @triton.jit
@@ -150,80 +167,91 @@ def _put_bytes(source_ptr, target, COUNT: tl.constexpr, COUNT_P: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["rank", "num_rows", "num_tokens_host", "token_begin", "bucket", "capacity"]
-)
-def _dispatch_kernel(
+    do_not_specialize=[
+        "num_tokens_host", "token_begin", "num_rows", "channel", "combine_channel",
+        "release_channel", "rank", "bucket", "E", "send_programs", "timeout_ns",
+    ]
+)  # fmt: skip
+def _put_kernel(
     x_ptr, scales_ptr, topk_idx_ptr, topk_weights_ptr, payload_ptr, num_tokens_ptr, num_tokens_host,
     token_begin, num_rows, copy_table_ptr, num_copies_ptr, alive_ptr, peers_ptr, rows_offset,
-    scales_offset, ids_offset, weights_offset, payload_offset, flags_offset, ids_ptr, flags_ptr,
-    choice_rank_ptr, tokens_out_ptr, offsets_ptr, row_index_ptr, position_ptr, state_ptr,
-    status_ptr, channel, combine_channel, release_channel, rank, bucket, capacity, E, L, stride_x,
-    send_programs, timeout_ns,
+    scales_offset, ids_offset, weights_offset, payload_offset, flags_offset, flags_ptr,
+    choice_rank_ptr, fold_rank_ptr, fold_count_ptr, state_ptr, status_ptr, channel,
+    combine_channel, release_channel, rank, bucket, E, stride_x, send_programs, timeout_ns,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
     KP: tl.constexpr, C: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, BLOCK: tl.constexpr,
     WIRE: tl.constexpr, VALUE_BYTES: tl.constexpr, PAYLOAD: tl.constexpr, PAYLOAD_P: tl.constexpr,
     ROWS_TO: tl.constexpr, ROW_ALIGN: tl.constexpr, NUM_CHANNELS: tl.constexpr,
     CHANNELS_P: tl.constexpr, T_ON_DEVICE: tl.constexpr, RELEASE_AFTER: tl.constexpr,
-    SEND: tl.constexpr, RECEIVE: tl.constexpr, CHUNKS: tl.constexpr, INDEX_BLOCK: tl.constexpr,
-    POLL: tl.constexpr, INTERPRET: tl.constexpr,
+    CHUNKS: tl.constexpr, POLL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
+    """Every program puts its share of (token, column block); the last to arrive releases."""
     program = tl.program_id(0)
-    if SEND:
-        if program < send_programs:
-            if T_ON_DEVICE:
-                num_tokens = tl.load(num_tokens_ptr).to(tl.int32)
-                num_tokens = tl.minimum(tl.maximum(num_tokens, 0), num_rows)
-            else:
-                num_tokens = num_tokens_host
-            # A slot that was released without a combine: its readers said so on this channel.
-            released = tl.load(state_ptr + release_channel)
-            usable = is_fatal(status_ptr, POLL) == 0
-            if released != tl.load(state_ptr + 2 * NUM_CHANNELS + release_channel):
-                usable = usable & (
-                    wait(
-                        flags_ptr, alive_ptr, state_ptr, status_ptr, release_channel, released,
-                        rank, timeout_ns, NUM_CHANNELS, CHANNELS_P, R, RP, POLL, INTERPRET,
-                    ) != 0
-                )  # fmt: skip
-            if program == 0:
-                settle(state_ptr, combine_channel, CHUNKS, CHUNKS, NUM_CHANNELS)
-            blocks: tl.constexpr = (H + BLOCK - 1) // BLOCK if ROWS_TO != 0 else 1
-            if usable:
-                for item in range(program, (num_rows - token_begin) * blocks, send_programs):
-                    _put_token(
-                        token_begin + item // blocks, item % blocks, num_tokens, x_ptr, scales_ptr,
-                        topk_idx_ptr, topk_weights_ptr, payload_ptr, copy_table_ptr,
-                        num_copies_ptr, alive_ptr, peers_ptr, rows_offset, scales_offset,
-                        ids_offset, weights_offset, payload_offset, choice_rank_ptr, status_ptr,
-                        rank, bucket, E, stride_x, H, G, GP, GROUP, K, KP, C, R, BLOCK, WIRE,
-                        VALUE_BYTES, PAYLOAD, PAYLOAD_P, ROWS_TO, ROW_ALIGN,
-                    )  # fmt: skip
-            if arrive(state_ptr, channel, NUM_CHANNELS) == send_programs - 1:
-                reset_arrivals(state_ptr, channel, NUM_CHANNELS)
-                tl.store(state_ptr + 2 * NUM_CHANNELS + release_channel, released)
-                if RELEASE_AFTER & usable:
-                    release(
-                        peers_ptr, alive_ptr, state_ptr, flags_offset, channel, num_tokens, rank,
-                        NUM_CHANNELS, R, RP,
-                    )  # fmt: skip
-    if RECEIVE:
-        if program >= send_programs:
-            arrived = wait(
-                flags_ptr, alive_ptr, state_ptr, status_ptr, channel, wanted(state_ptr, channel),
-                rank, timeout_ns, NUM_CHANNELS, CHANNELS_P, R, RP, POLL, INTERPRET,
+    if T_ON_DEVICE:
+        num_tokens = tl.load(num_tokens_ptr).to(tl.int32)
+        num_tokens = tl.minimum(tl.maximum(num_tokens, 0), num_rows)
+    else:
+        num_tokens = num_tokens_host
+    # A slot that was released without a combine: its readers said so on this channel.
+    released = tl.load(state_ptr + release_channel)
+    usable = is_fatal(status_ptr, POLL) == 0
+    if released != tl.load(state_ptr + 2 * NUM_CHANNELS + release_channel):
+        usable = usable & (
+            wait(
+                flags_ptr, alive_ptr, state_ptr, status_ptr, release_channel, released, rank,
+                timeout_ns, NUM_CHANNELS, CHANNELS_P, R, RP, POLL, INTERPRET,
+            ) != 0
+        )  # fmt: skip
+    if program == 0:
+        settle(state_ptr, combine_channel, CHUNKS, CHUNKS, NUM_CHANNELS)
+    blocks: tl.constexpr = (H + BLOCK - 1) // BLOCK if ROWS_TO != 0 else 1
+    if usable:
+        for item in range(program, (num_rows - token_begin) * blocks, send_programs):
+            _put_token(
+                token_begin + item // blocks, item % blocks, num_tokens, x_ptr, scales_ptr,
+                topk_idx_ptr, topk_weights_ptr, payload_ptr, copy_table_ptr, num_copies_ptr,
+                alive_ptr, peers_ptr, rows_offset, scales_offset, ids_offset, weights_offset,
+                payload_offset, choice_rank_ptr, fold_rank_ptr, fold_count_ptr, status_ptr, rank,
+                bucket, E, stride_x, H, G, GP, GROUP, K, KP, C, R, BLOCK, WIRE, VALUE_BYTES,
+                PAYLOAD, PAYLOAD_P, ROWS_TO, ROW_ALIGN,
             )  # fmt: skip
-            words = flags_ptr + channel * R
-            expert = program - send_programs
-            if expert == L:
-                _write_tokens(words, alive_ptr, tokens_out_ptr, arrived, R, RP)
-            if INDEX_BLOCK > 0:
-                num_choices = R * bucket * K
-                # The low half of each word is the source's token count: every second int32.
-                index_one_expert(
-                    expert, L + 1, ids_ptr, words.to(tl.pointer_type(tl.int32)), alive_ptr,
-                    offsets_ptr, row_index_ptr, position_ptr, status_ptr, num_choices, num_choices *
-                    arrived, bucket, capacity, L, K, INDEX_BLOCK, 2,
-                )  # fmt: skip
+    if arrive(state_ptr, channel, NUM_CHANNELS) == send_programs - 1:
+        reset_arrivals(state_ptr, channel, NUM_CHANNELS)
+        tl.store(state_ptr + 2 * NUM_CHANNELS + release_channel, released)
+        if RELEASE_AFTER & usable:
+            release(
+                peers_ptr, alive_ptr, state_ptr, flags_offset, channel, num_tokens, rank,
+                NUM_CHANNELS, R, RP,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["channel", "rank", "bucket", "capacity", "L", "timeout_ns"])
+def _receive_kernel(
+    ids_ptr, weights_ptr, alive_ptr, flags_ptr, tokens_out_ptr, offsets_ptr, row_index_ptr,
+    position_ptr, order_ptr, order_weights_ptr, count_ptr, state_ptr, status_ptr, channel, rank,
+    bucket, capacity, L, timeout_ns,
+    K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, QUERY: tl.constexpr,
+    BLOCK: tl.constexpr, INDEX: tl.constexpr, NUM_CHANNELS: tl.constexpr,
+    CHANNELS_P: tl.constexpr, POLL: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Every program waits for all sources; then, with INDEX, places its share of the choices."""
+    program = tl.program_id(0)
+    arrived = wait(
+        flags_ptr, alive_ptr, state_ptr, status_ptr, channel, wanted(state_ptr, channel), rank,
+        timeout_ns, NUM_CHANNELS, CHANNELS_P, R, RP, POLL, INTERPRET,
+    )  # fmt: skip
+    words = flags_ptr + channel * R
+    if program == 0:
+        _write_tokens(words, alive_ptr, tokens_out_ptr, arrived, R, RP)
+    if INDEX:
+        num_choices = R * bucket * K
+        # The low half of each word is the source's token count: every second int32.
+        rank_by_counting(
+            program, ids_ptr, words.to(tl.pointer_type(tl.int32)), alive_ptr, offsets_ptr,
+            row_index_ptr, position_ptr, order_ptr, order_weights_ptr, count_ptr, weights_ptr,
+            status_ptr, num_choices, num_choices * arrived, bucket, capacity, L, K, KP, QUERY,
+            BLOCK, 2, True,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -235,7 +263,7 @@ def _write_tokens(words_ptr, alive_ptr, tokens_out_ptr, arrived, R: tl.constexpr
     tl.store(tokens_out_ptr + ranks, tokens_of(word) * alive * arrived, mask=ranks < R)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["channel", "dispatch_channel", "rank"])
 def _release_kernel(
     peers_ptr, alive_ptr, state_ptr, status_ptr, flags_offset, channel, dispatch_channel, rank,
     R: tl.constexpr, RP: tl.constexpr, NUM_CHANNELS: tl.constexpr, FREES_SLOT: tl.constexpr,
@@ -251,18 +279,3 @@ def _release_kernel(
         if FREES_SLOT:
             settle(state_ptr, channel, 1, 1, NUM_CHANNELS)
             settle(state_ptr, dispatch_channel, 2, 2, NUM_CHANNELS)
-
-
-@triton.jit(do_not_specialize=["rank"])
-def _wait_kernel(
-    alive_ptr, state_ptr, status_ptr, flags_ptr, tokens_out_ptr, channel, rank, timeout_ns,
-    R: tl.constexpr, RP: tl.constexpr, NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr,
-    TOKENS: tl.constexpr, POLL: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
-    """One program that waits for a channel and, with TOKENS, notes each source's tokens."""
-    arrived = wait(
-        flags_ptr, alive_ptr, state_ptr, status_ptr, channel, wanted(state_ptr, channel), rank,
-        timeout_ns, NUM_CHANNELS, CHANNELS_P, R, RP, POLL, INTERPRET,
-    )  # fmt: skip
-    if TOKENS:
-        _write_tokens(flags_ptr + channel * R, alive_ptr, tokens_out_ptr, arrived, R, RP)

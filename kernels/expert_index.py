@@ -2,199 +2,233 @@
 
 Legend: M received rows, K choices, N = M * K choices in all, L local experts. `local_idx` [M, K]
 holds local expert ids, anything below 0 where a choice is not here. The order is that of a stable
-sort by expert: a choice's position is the number of choices of smaller experts, plus those of its
-own expert before it.
+sort by expert.
 
-Two ways. One launch, for few choices: a program an expert scans all ids, so no program waits for
-another. Three launches, for many: chunks count, counts are scanned, chunks place.
+Two ways. One launch, for few choices: a choice's position is the number of smaller keys
+(expert, choice) among all, counted pair by pair, so no program waits for another. Three launches,
+for many: chunks count, counts are scanned, chunks place.
+
+Both can also write, for each row, its choices here in order of k without gaps (`Order`): what
+combine reads.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-# Above this many choices three launches of every choice beat one launch of every (choice, expert).
-ONE_LAUNCH_CHOICES = 16384
-CHUNK = 512
+# Up to this many choices, counting pairs in one launch beats three launches.
+ONE_LAUNCH_CHOICES = 8192
+QUERIES = 32
+CHUNK = 256
+SCANNED = 16
+
+
+class Order(NamedTuple):
+    """Choices of each row in order of k. position int32 [M, K]: expert row of the row's n-th
+    choice here, -1 where it was dropped; weights fp32 [M, K] of the same; count int32 [M]: choices
+    here. received_weights fp32 [M, K] is where weights are read."""
+
+    position: torch.Tensor
+    weights: torch.Tensor
+    count: torch.Tensor
+    received_weights: torch.Tensor
+
+
+@triton.jit
+def is_real_row(row, tokens_ptr, alive_ptr, inside, bucket, STRIDE: tl.constexpr):
+    """Whether received rows lie within their source's tokens: int32 tokens_ptr[source * STRIDE],
+    none where alive_ptr[source] is 0. With STRIDE 0 all rows inside are real."""
+    if STRIDE > 0:
+        source = row // bucket
+        valid = tl.load(tokens_ptr + source * STRIDE, mask=inside, other=0)
+        valid = valid * tl.load(alive_ptr + source, mask=inside, other=0)
+        inside = inside & (row - source * bucket < valid)
+    return inside
 
 
 @triton.jit
 def load_ids(
     ids_ptr, tokens_ptr, alive_ptr, i, num_choices, bucket, K: tl.constexpr, STRIDE: tl.constexpr
 ):
-    """Local ids of choices i; -1 past the end and, with STRIDE > 0, past the tokens of the source
-    that row // bucket names: int32 tokens_ptr[source * STRIDE], none where alive_ptr[source] is
-    0."""
-    inside = i < num_choices
-    if STRIDE > 0:
-        row = i // K
-        source = row // bucket
-        valid = tl.load(tokens_ptr + source * STRIDE, mask=inside, other=0)
-        valid = valid * tl.load(alive_ptr + source, mask=inside, other=0)
-        inside = inside & (row - source * bucket < valid)
+    """Local ids of choices i; -1 past the end and on rows that are not real."""
+    inside = is_real_row(i // K, tokens_ptr, alive_ptr, i < num_choices, bucket, STRIDE)
     return tl.load(ids_ptr + i, mask=inside, other=-1)
 
 
 @triton.jit
-def index_one_expert(
-    expert, programs, ids_ptr, tokens_ptr, alive_ptr, offsets_ptr, row_index_ptr, position_ptr,
-    status_ptr, num_choices, num_readable, bucket, capacity, L, K: tl.constexpr,
-    BLOCK: tl.constexpr, STRIDE: tl.constexpr,
+def write_order(
+    i, ids, position, ids_ptr, tokens_ptr, alive_ptr, order_ptr, order_weights_ptr, count_ptr,
+    weights_ptr, num_choices, num_readable, bucket, K: tl.constexpr, KP: tl.constexpr,
+    STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """One of `programs` > L programs: places the choices of `expert` < L (others place none),
-    writes its end into offsets and clears its share of what no choice fills. Choices from
-    `num_readable` on count as not here.
+    """Choices i, whose local ids and positions are given, into their rows' order.
 
-    Example: ids [[0, 1], [1, -1]], expert 1: two choices, after one of expert 0, so
-    offsets[2] = 3, row_index[1] = 0, row_index[2] = 1, position[0, 1] = 1, position[1, 0] = 2.
+    Example: a row with ids [2, -1, 0] and positions [7, -1, 1]: order [7, 1], count 2.
     """
-    before = 0
-    mine = 0
-    total = 0
-    # A program reads ids as rows of 32: a row's matches are the bits of one word, so a choice's
-    # place among them is a population count, and only the rows' counts need a scan.
-    rows: tl.constexpr = BLOCK // 32
-    lane = tl.arange(0, 32)
-    offset = tl.arange(0, rows)[:, None] * 32 + lane[None, :]
+    row = i // K
+    k = i - row * K
+    column = tl.arange(0, KP)
+    real = is_real_row(row, tokens_ptr, alive_ptr, i < num_readable, bucket, STRIDE)
+    inside = real[:, None] & (column < K)[None, :]
+    row_ids = tl.load(ids_ptr + (row * K)[:, None] + column[None, :], mask=inside, other=-1)
+    present = (row_ids >= 0).to(tl.int32)
+    place = tl.sum(tl.where(column[None, :] < k[:, None], present, 0), 1)
+    here = ids >= 0
+    tl.store(order_ptr + row * K + place, position, mask=here)
+    weight = tl.load(weights_ptr + i, mask=here, other=0.0)
+    tl.store(order_weights_ptr + row * K + place, weight, mask=here)
+    # One choice of each row writes the count: the last one here, or the first of a row with none.
+    total = tl.sum(present, 1)
+    writes = (here & (place == total - 1)) | ((total == 0) & (k == 0) & (i < num_choices))
+    tl.store(count_ptr + row, total, mask=writes)
+
+
+@triton.jit
+def rank_by_counting(
+    program, ids_ptr, tokens_ptr, alive_ptr, offsets_ptr, row_index_ptr, position_ptr, order_ptr,
+    order_weights_ptr, count_ptr, weights_ptr, status_ptr, num_choices, num_readable, bucket,
+    capacity, L, K: tl.constexpr, KP: tl.constexpr, QUERY: tl.constexpr, BLOCK: tl.constexpr,
+    STRIDE: tl.constexpr, ORDER: tl.constexpr,
+):  # fmt: skip
+    """One program's QUERY choices, or, after the programs of all choices, its QUERY experts: how
+    many keys (expert << 16 | choice) are smaller. For a choice that is its position, for an expert
+    (as key expert << 16) its offset. Choices from `num_readable` on count as not here.
+
+    Example: ids [[0, 1], [1, -1]]: keys 0x00000, 0x10001, 0x10002. Choice 2 has two smaller:
+    position[1, 0] = 2, row_index[2] = 1. Expert 1 has one: offsets[1] = 1.
+    """
+    choice_programs = (num_choices + QUERY - 1) // QUERY
+    query = tl.arange(0, QUERY)
+    of_choices = program < choice_programs
+    i = program * QUERY + query
+    expert = i - choice_programs * QUERY
+    readable = tl.where(of_choices, num_readable, 0)
+    ids = load_ids(ids_ptr, tokens_ptr, alive_ptr, i, readable, bucket, K, STRIDE)
+    key = tl.where(of_choices, (ids << 16) + i, expert << 16)
+    smaller = tl.zeros([QUERY, BLOCK], tl.int32)
+    present = tl.zeros([BLOCK], tl.int32)
     for start in range(0, num_choices, BLOCK):
-        i = start + offset
-        ids = load_ids(ids_ptr, tokens_ptr, alive_ptr, i, num_readable, bucket, K, STRIDE)
-        # Three counts of up to 2^14 (ONE_LAUNCH_CHOICES) in one sum.
-        counts = ((ids >= 0) & (ids < expert)).to(tl.int64)
-        counts += (ids == expert).to(tl.int64) << 16
-        counts += (ids >= 0).to(tl.int64) << 32
-        packed = tl.sum(tl.sum(counts, 1), 0)
-        before += (packed & 0xFFFF).to(tl.int32)
-        mine += ((packed >> 16) & 0xFFFF).to(tl.int32)
-        total += (packed >> 32).to(tl.int32)
-    if expert < L:
-        tl.store(offsets_ptr + expert + 1, tl.minimum(before + mine, capacity))
+        j = start + tl.arange(0, BLOCK)
+        others = load_ids(ids_ptr, tokens_ptr, alive_ptr, j, num_readable, bucket, K, STRIDE)
+        keys = tl.where(others >= 0, (others << 16) + j, 0x7FFFFFFF)
+        smaller += (keys[None, :] < key[:, None]).to(tl.int32)
+        present += (others >= 0).to(tl.int32)
+    rank = tl.sum(smaller, 1)
+    total = tl.sum(present, 0)
+    if of_choices:
+        here = ids >= 0
+        kept = here & (rank < capacity)
+        position = tl.where(kept, rank, -1)
+        tl.store(row_index_ptr + rank, i // K, mask=kept)
+        tl.store(position_ptr + i, position, mask=i < num_choices)
+        tl.store(row_index_ptr + i, -1, mask=(i >= total) & (i < capacity))
+        if ORDER:
+            write_order(
+                i, ids, position, ids_ptr, tokens_ptr, alive_ptr, order_ptr, order_weights_ptr,
+                count_ptr, weights_ptr, num_choices, num_readable, bucket, K, KP, STRIDE,
+            )  # fmt: skip
     else:
-        tl.store(offsets_ptr, 0)
-        if total > capacity:
+        tl.store(offsets_ptr + expert, tl.minimum(rank, capacity), mask=expert <= L)
+        if (program == choice_programs) & (total > capacity):
             tl.atomic_or(status_ptr, 2)
-    placed = before
-    block = 0
-    for start in range(0, num_choices, BLOCK):
-        i = start + offset
-        ids = load_ids(ids_ptr, tokens_ptr, alive_ptr, i, num_readable, bucket, K, STRIDE)
-        here = ids == expert
-        if (mine > 0) & (expert < L):
-            bits = tl.sum(here.to(tl.int32) << lane[None, :], 1)
-            count = popcount(bits)
-            row_start = placed + tl.cumsum(count, 0) - count
-            at = row_start[:, None] + popcount(bits[:, None] & ((1 << lane) - 1)[None, :])
-            kept = here & (at < capacity)
-            tl.store(row_index_ptr + at, i // K, mask=kept)
-            tl.store(position_ptr + i, tl.where(at < capacity, at, -1), mask=here)
-            placed += tl.sum(count, 0)
-        if block % programs == expert:
-            tl.store(position_ptr + i, -1, mask=(i < num_choices) & (ids < 0))
-            tl.store(row_index_ptr + i, -1, mask=(i >= total) & (i < capacity))
-        block += 1
 
 
-@triton.jit
-def popcount(bits):
-    """Set bits of each int32, by halves, quarters and bytes.
-
-    Example: popcount(0b1011) = 3; popcount(-1) = 32.
-    """
-    x = bits.to(tl.uint32, bitcast=True)
-    x = x - ((x >> 1) & 0x55555555)
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    x = x + (x >> 8)
-    x = x + (x >> 16)
-    return (x & 0x3F).to(tl.int32)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["num_choices", "bucket", "capacity", "L"])
 def _one_launch_kernel(
-    ids_ptr, tokens_ptr, alive_ptr, offsets_ptr, row_index_ptr, position_ptr, status_ptr,
-    num_choices, bucket, capacity, L, K: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
+    ids_ptr, tokens_ptr, alive_ptr, offsets_ptr, row_index_ptr, position_ptr, order_ptr,
+    order_weights_ptr, count_ptr, weights_ptr, status_ptr, num_choices, bucket, capacity, L,
+    K: tl.constexpr, KP: tl.constexpr, QUERY: tl.constexpr, BLOCK: tl.constexpr,
+    STRIDE: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
-    index_one_expert(
-        tl.program_id(0), tl.num_programs(0), ids_ptr, tokens_ptr, alive_ptr, offsets_ptr,
-        row_index_ptr, position_ptr, status_ptr, num_choices, num_choices, bucket, capacity, L, K,
-        BLOCK, STRIDE,
+    rank_by_counting(
+        tl.program_id(0), ids_ptr, tokens_ptr, alive_ptr, offsets_ptr, row_index_ptr, position_ptr,
+        order_ptr, order_weights_ptr, count_ptr, weights_ptr, status_ptr, num_choices, num_choices,
+        bucket, capacity, L, K, KP, QUERY, BLOCK, STRIDE, ORDER,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_choices", "bucket", "L"])
 def _count_kernel(
-    ids_ptr, tokens_ptr, alive_ptr, counts_ptr, num_choices, bucket, L, K: tl.constexpr,
-    BLOCK: tl.constexpr, BINS: tl.constexpr, STRIDE: tl.constexpr,
+    ids_ptr, tokens_ptr, alive_ptr, counts_ptr, totals_ptr, num_choices, bucket, L,
+    K: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """counts [chunks, L]: choices of each expert in this program's chunk. One bin more than
-    experts takes the choices that are not here."""
+    """counts [chunks, L]: choices of each expert in this program's chunk; added to totals [L],
+    which were 0. The last bin takes the choices that are not here."""
     chunk = tl.program_id(0)
     i = chunk * BLOCK + tl.arange(0, BLOCK)
     ids = load_ids(ids_ptr, tokens_ptr, alive_ptr, i, num_choices, bucket, K, STRIDE)
     bins = tl.histogram(tl.where(ids >= 0, ids, BINS - 1), BINS)
     experts = tl.arange(0, BINS)
     tl.store(counts_ptr + chunk.to(tl.int64) * L + experts, bins, mask=experts < L)
+    tl.atomic_add(totals_ptr + experts, bins, mask=(experts < L) & (bins > 0), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks", "capacity", "L"])
 def _scan_kernel(
-    counts_ptr, starts_ptr, offsets_ptr, status_ptr, num_chunks, capacity, L,
-    EXPERTS: tl.constexpr, ROWS: tl.constexpr,
+    counts_ptr, totals_ptr, offsets_ptr, status_ptr, num_chunks, capacity, L,
+    EXPERTS: tl.constexpr, ROWS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """starts [chunks, L]: expert rows before each (chunk, expert); offsets [L + 1]. Each program
-    scans EXPERTS experts, after summing those of all smaller ones."""
+    """offsets [L + 1], and counts [chunks, L] turned into the expert rows before each
+    (chunk, expert). Each program has EXPERTS experts."""
     first = tl.program_id(0) * EXPERTS
-    before = 0
-    column = tl.arange(0, EXPERTS)
-    row = tl.arange(0, ROWS)
-    for left in range(0, first, EXPERTS):
-        for top in range(0, num_chunks, ROWS):
-            at = (top + row)[:, None].to(tl.int64) * L + (left + column)[None, :]
-            tile = tl.load(counts_ptr + at, mask=(top + row < num_chunks)[:, None], other=0)
-            before += tl.sum(tl.sum(tile, 1), 0)
-    experts = first + column
-    sums = tl.zeros([EXPERTS], tl.int32)
-    for top in range(0, num_chunks, ROWS):
-        at = (top + row)[:, None].to(tl.int64) * L + experts[None, :]
-        inside = (top + row < num_chunks)[:, None] & (experts < L)[None, :]
-        sums += tl.sum(tl.load(counts_ptr + at, mask=inside, other=0), 0)
-    ends = before + tl.cumsum(sums, 0)
+    every = tl.arange(0, BINS)
+    totals = tl.load(totals_ptr + every, mask=every < L, other=0)
+    experts = first + tl.arange(0, EXPERTS)
+    mine = tl.load(totals_ptr + experts, mask=experts < L, other=0)
+    ends = tl.sum(tl.where(every < first, totals, 0), 0) + tl.cumsum(mine, 0)
     tl.store(offsets_ptr + 1 + experts, tl.minimum(ends, capacity), mask=experts < L)
     if first == 0:
         tl.store(offsets_ptr, 0)
-    if (first + EXPERTS >= L) & (tl.max(ends, 0) > capacity):
-        tl.atomic_or(status_ptr, 2)
-    running = ends - sums
+        if tl.sum(totals, 0) > capacity:
+            tl.atomic_or(status_ptr, 2)
+    running = ends - mine
+    row = tl.arange(0, ROWS)
     for top in range(0, num_chunks, ROWS):
         at = (top + row)[:, None].to(tl.int64) * L + experts[None, :]
         inside = (top + row < num_chunks)[:, None] & (experts < L)[None, :]
         tile = tl.load(counts_ptr + at, mask=inside, other=0)
-        tl.store(starts_ptr + at, running[None, :] + tl.cumsum(tile, 0) - tile, mask=inside)
+        tl.store(counts_ptr + at, running[None, :] + tl.cumsum(tile, 0) - tile, mask=inside)
         running += tl.sum(tile, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_choices", "bucket", "capacity", "L"])
 def _place_kernel(
     ids_ptr, tokens_ptr, alive_ptr, starts_ptr, offsets_ptr, row_index_ptr, position_ptr,
-    num_choices, bucket, capacity, L, K: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
+    order_ptr, order_weights_ptr, count_ptr, weights_ptr, num_choices, bucket, capacity, L,
+    K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
+    ORDER: tl.constexpr,
 ):  # fmt: skip
     """Each program places its chunk's choices, and clears its share of row_index's tail."""
     chunk = tl.program_id(0)
-    i = chunk * BLOCK + tl.arange(0, BLOCK)
+    order = tl.arange(0, BLOCK)
+    i = chunk * BLOCK + order
     ids = load_ids(ids_ptr, tokens_ptr, alive_ptr, i, num_choices, bucket, K, STRIDE)
     here = ids >= 0
-    order = tl.arange(0, BLOCK)
-    same = (ids[:, None] == ids[None, :]) & (order[None, :] < order[:, None])
-    earlier = tl.sum(same.to(tl.int32), 1)
+    earlier = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, BLOCK, 32):
+        j = first + tl.arange(0, 32)
+        others = load_ids(
+            ids_ptr, tokens_ptr, alive_ptr, chunk * BLOCK + j, num_choices, bucket, K, STRIDE
+        )
+        same = (ids[:, None] == others[None, :]) & (j[None, :] < order[:, None])
+        earlier += tl.sum(same.to(tl.int32), 1)
     start = tl.load(starts_ptr + chunk.to(tl.int64) * L + ids, mask=here, other=0)
     at = start + earlier
     kept = here & (at < capacity)
+    position = tl.where(kept, at, -1)
     tl.store(row_index_ptr + at, i // K, mask=kept)
-    tl.store(position_ptr + i, tl.where(kept, at, -1), mask=i < num_choices)
+    tl.store(position_ptr + i, position, mask=i < num_choices)
     total = tl.load(offsets_ptr + L)
     tl.store(row_index_ptr + i, -1, mask=(i >= total) & (i < capacity))
+    if ORDER:
+        write_order(
+            i, ids, position, ids_ptr, tokens_ptr, alive_ptr, order_ptr, order_weights_ptr,
+            count_ptr, weights_ptr, num_choices, num_choices, bucket, K, KP, STRIDE,
+        )  # fmt: skip
 
 
 def expert_index(
@@ -205,17 +239,19 @@ def expert_index(
     status: torch.Tensor,
     sources: tuple[torch.Tensor, torch.Tensor, int] | None = None,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    order: Order | None = None,
     one_launch: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Group received rows by local expert, as moe_comm.layout.expert_index, with no host sync.
 
     Args:
-        local_idx: [M, K] int32 contiguous.
+        local_idx: [M, K] int32 contiguous, local ids below 2^15.
         num_local_experts: L. capacity: length of row_index, at most M * K.
         status: int32 [>= 1]; bit 2 is set where choices were dropped beyond the capacity.
         sources: (tokens int32 [R], alive int32 [R], bucket): row m is token m % bucket of source
             m // bucket, and ids past a live source's tokens are not read. None: all are valid.
         out: (expert_offsets [L + 1], row_index [capacity], choice_position [M, K]), int32.
+        order: filled where given.
         one_launch: which way; None: by the number of choices.
 
     Returns: out.
@@ -231,29 +267,48 @@ def expert_index(
     offsets, row_index, position = out
     tokens, alive, bucket = sources if sources is not None else (local_idx, local_idx, 1)
     stride = 0 if sources is None else 1
+    ordered = order if order is not None else Order(position, position, position, position)
+    topk_p = triton.next_power_of_2(num_topk)
     if num_choices == 0 or experts == 0:
         offsets.zero_()
         row_index.fill_(-1)
         position.fill_(-1)
+        if order is not None:
+            order.count.zero_()
     elif one_launch if one_launch is not None else num_choices <= ONE_LAUNCH_CHOICES:
-        block = min(4096, max(32, triton.next_power_of_2(num_choices)))
-        _one_launch_kernel[(experts + 1,)](
-            local_idx, tokens, alive, offsets, row_index, position, status, num_choices, bucket,
-            capacity, experts, K=num_topk, BLOCK=block, STRIDE=stride,
+        grid = (one_launch_programs(num_choices, experts),)
+        _one_launch_kernel[grid](
+            local_idx, tokens, alive, offsets, row_index, position, *ordered, status, num_choices,
+            bucket, capacity, experts, K=num_topk, KP=topk_p, QUERY=QUERIES,
+            BLOCK=one_launch_block(num_choices), STRIDE=stride, ORDER=order is not None,
+            num_warps=8,
         )  # fmt: skip
     else:
         chunks = triton.cdiv(num_choices, CHUNK)
         counts = torch.empty(chunks, experts, dtype=torch.int32, device=device)
-        starts = torch.empty_like(counts)
+        totals = torch.zeros(experts, dtype=torch.int32, device=device)
+        bins = triton.next_power_of_2(experts + 1)
         _count_kernel[(chunks,)](
-            local_idx, tokens, alive, counts, num_choices, bucket, experts, K=num_topk, BLOCK=CHUNK,
-            BINS=triton.next_power_of_2(experts + 1), STRIDE=stride,
+            local_idx, tokens, alive, counts, totals, num_choices, bucket, experts, K=num_topk,
+            BLOCK=CHUNK, BINS=bins, STRIDE=stride,
         )  # fmt: skip
-        _scan_kernel[(triton.cdiv(experts, 16),)](
-            counts, starts, offsets, status, chunks, capacity, experts, EXPERTS=16, ROWS=128
-        )
+        _scan_kernel[(triton.cdiv(experts, SCANNED),)](
+            counts, totals, offsets, status, chunks, capacity, experts, EXPERTS=SCANNED,
+            ROWS=min(256, triton.next_power_of_2(chunks)), BINS=bins,
+        )  # fmt: skip
         _place_kernel[(chunks,)](
-            local_idx, tokens, alive, starts, offsets, row_index, position, num_choices, bucket,
-            capacity, experts, K=num_topk, BLOCK=CHUNK, STRIDE=stride,
+            local_idx, tokens, alive, counts, offsets, row_index, position, *ordered, num_choices,
+            bucket, capacity, experts, K=num_topk, KP=topk_p, BLOCK=CHUNK, STRIDE=stride,
+            ORDER=order is not None,
         )  # fmt: skip
     return out
+
+
+def one_launch_programs(num_choices: int, num_local_experts: int) -> int:
+    """Programs of rank_by_counting: for all choices, then for all experts and the end."""
+    return triton.cdiv(num_choices, QUERIES) + triton.cdiv(num_local_experts + 1, QUERIES)
+
+
+def one_launch_block(num_choices: int) -> int:
+    """Keys compared at a time."""
+    return min(256, max(32, triton.next_power_of_2(num_choices)))

@@ -63,8 +63,8 @@ def now_ns(POLL: tl.constexpr, INTERPRET: tl.constexpr):
 @triton.jit
 def is_fatal(status_ptr, POLL: tl.constexpr):
     """1 after a timeout or a phase error: sends are left out and waits return at once."""
-    word = tl.arange(0, POLL) % 8
-    bits = tl.load(status_ptr + word, mask=word < 1, other=0, volatile=True)
+    lane = tl.arange(0, POLL)
+    bits = tl.load(status_ptr + lane, mask=lane < 1, other=0, volatile=True)
     return tl.max(((bits & FATAL) != 0).to(tl.int32), 0)
 
 
@@ -148,7 +148,8 @@ def wait(
     before. A late peer whose releases on all channels together have passed this rank's is in
     another call: a phase error, known at once.
     """
-    source = tl.arange(0, POLL) % RP
+    # One element a thread, of which the first R read: few requests, and one verdict for all warps.
+    source = tl.arange(0, POLL)
     awaited = source < R
     awaited = awaited & (tl.load(alive_ptr + source, mask=awaited, other=0) != 0)
     poll_ptr = flags_ptr + channel * R + source
@@ -171,7 +172,7 @@ def wait(
             if is_fatal(status_ptr, POLL) > 0:
                 waiting = waiting * 0
             else:
-                peer = tl.min(tl.where(late, source, RP), 0)
+                peer = tl.min(tl.where(late, source, POLL), 0)
                 other = unexpected_channel(
                     flags_ptr, state_ptr, channel, want, peer, rank, NUM_CHANNELS, CHANNELS_P, R
                 )

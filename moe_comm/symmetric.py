@@ -81,7 +81,7 @@ class SymmetricMemory(abc.ABC):
 
 
 class TorchSymmetricMemory(SymmetricMemory):
-    """CUDA memory shared through torch.distributed._symmetric_memory. Construction is collective."""
+    """CUDA memory shared by torch.distributed._symmetric_memory. Construction is collective."""
 
     def __init__(self, group: Group, sizes: Mapping[str, int]) -> None:
         import torch.distributed._symmetric_memory as symm_mem

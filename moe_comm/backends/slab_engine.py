@@ -61,14 +61,22 @@ def region_sizes(config: EPConfig, num_ranks: int) -> dict[str, int]:
 
 @dataclass(kw_only=True)
 class _Slot:
-    """Private memory of a slot. choice_rank [B, K], tokens [R], offsets [L + 1], row_index
-    [capacity], position [R * B, K], all int32."""
+    """Private memory of a slot, int32 but for the weights. Of this rank's tokens: choice_rank
+    [B, K], and the ranks of each in the order combine adds, fold_rank [B, K] and fold_count [B].
+    Of received rows: tokens [R], offsets [L + 1], row_index [capacity], position [R * B, K], and
+    each row's choices here without gaps, order and order_weights [R * B, K], order_count
+    [R * B]."""
 
     choice_rank: Tensor
+    fold_rank: Tensor
+    fold_count: Tensor
     tokens: Tensor
     offsets: Tensor
     row_index: Tensor
     position: Tensor
+    order: Tensor
+    order_weights: Tensor
+    order_count: Tensor
 
 
 class SlabEngine:
@@ -104,23 +112,34 @@ class SlabEngine:
         self._interpret = device.type == "cpu"
         self._phases = signal.NUM_PHASES
         channels = config.num_slots * self._phases
-        ints = {"dtype": torch.int32, "device": device}
+        ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self.state = torch.zeros(signal.STATE_ROWS, channels, **ints)
         self.status = torch.zeros(signal.STATUS_WORDS, **ints)
         self.alive = torch.ones(num_ranks, **ints)
         self._bucket = config.bucket
         capacity = config.expert_row_capacity(num_ranks, num_local_experts, self._bucket)
+        width, rows = config.num_topk, num_ranks * self._bucket
+
+        def ints_of(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
         self._slots = [
             _Slot(
-                choice_rank=torch.full((self._bucket, config.num_topk), -1, **ints),
-                tokens=torch.zeros(num_ranks, **ints),
-                offsets=torch.zeros(num_local_experts + 1, **ints),
-                row_index=torch.full((capacity,), -1, **ints),
-                position=torch.full((num_ranks * self._bucket, config.num_topk), -1, **ints),
+                choice_rank=ints_of(self._bucket, width),
+                fold_rank=ints_of(self._bucket, width),
+                fold_count=ints_of(self._bucket),
+                tokens=ints_of(num_ranks),
+                offsets=ints_of(num_local_experts + 1),
+                row_index=ints_of(capacity),
+                position=ints_of(rows, width),
+                order=ints_of(rows, width),
+                order_weights=torch.zeros(rows, width, device=device),
+                order_count=ints_of(rows),
             )
             for _ in range(config.num_slots)
         ]
         self._empty = torch.zeros(1, **ints)
+        self._scratch = torch.zeros(num_ranks, **ints)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._common: dict[str, Any] = {
             "R": num_ranks,
@@ -145,7 +164,10 @@ class SlabEngine:
         """Enqueue the halves asked for; the result where `receive`."""
         plan = self.tuning.plan(self.config, self.num_ranks, call.bucket)
         if plan.mode == "low-latency":
-            self._dispatch_kernel(call, plan, send=send, receive=receive)
+            if send:
+                self._put(call, plan, rows_to=2)
+            if receive:
+                self._receive(call)
         else:
             self._dispatch_by_copies(call, plan, send=send, receive=receive)
         return self._dispatched(call, plan) if receive else None
@@ -172,20 +194,26 @@ class SlabEngine:
         senders = min(max(remote_items, 1), plan.combine_send_programs) if send else 0
         receivers = min(max(handle.num_rows * blocks, 1), plan.combine_receive_programs)
         groups = wire.num_groups(hidden)
+        # As many loads in flight as a row has choices here on average.
+        unroll = min(8, max(2, next_power_of_2(-(-config.num_topk // self.num_ranks))))
         _combine_kernel[(senders + (receivers if receive else 0),)](
-            y, slot.position, self._weights(handle.slot, bucket), slot.tokens, slot.choice_rank,
+            y, slot.order, slot.order_weights, slot.order_count, slot.fold_rank, slot.fold_count,
             bias if bias is not None else target, target, self.alive, self.memory.peers,
             self.memory.view(
-                "combine_rows", (width, hidden), value, offset=self._offset("combine_rows", handle.slot)
+                "combine_rows", (width, hidden), value,
+                offset=self._offset("combine_rows", handle.slot),
             ),
             self._scales_view("combine_scales", handle.slot, width, wire),
             self._base("combine_rows", handle.slot), self._base("combine_scales", handle.slot),
             self.memory.regions.offsets["flags"], self.flags, self.state, self.status,
-            self._channel(handle.slot, COMBINE), self._channel(handle.slot, DISPATCH), self.rank, bucket, handle.num_rows, senders,
+            self._channel(handle.slot, COMBINE), self._channel(handle.slot, DISPATCH), self.rank,
+            bucket, handle.num_rows, senders,
             self._timeout_ns(),
-            H=hidden, G=max(groups, 1), K=config.num_topk, KP=next_power_of_2(config.num_topk),
-            BLOCK=block, WIRE=_WIRE_CODE[wire.name], GROUP=wire.group or block,
-            VALUE_BYTES=value.itemsize, ROW_ALIGN=_alignment(hidden * value.itemsize), ROWS_LAYOUT=call.layout == "rows",
+            H=hidden, G=max(groups, 1), K=config.num_topk, BLOCK=block,
+            UNROLL=unroll, FOLD_UNROLL=min(4, next_power_of_2(self.num_ranks)),
+            WIRE=_WIRE_CODE[wire.name], GROUP=wire.group or block,
+            VALUE_BYTES=value.itemsize, ROW_ALIGN=_alignment(hidden * value.itemsize),
+            ROWS_LAYOUT=call.layout == "rows",
             APPLIED=call.weights_applied, HAS_BIAS=bias is not None, CHUNKS=plan.combine_chunks,
             SEND=send, RECEIVE=receive, POLL=self._poll(warps), num_warps=warps, **self._common,
         )  # fmt: skip
@@ -229,94 +257,104 @@ class SlabEngine:
 
     # Launches.
 
-    def _dispatch_kernel(
-        self, call: DispatchCall, plan: Plan, *, send: bool, receive: bool, rows_to: int = 2,
-        release_after: bool = True, tokens: tuple[int, int] | None = None,
+    def _put(
+        self, call: DispatchCall, plan: Plan, *, rows_to: int, release_after: bool = True,
+        tokens: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
-        from moe_comm.kernels.dispatch import _dispatch_kernel
-        from moe_comm.kernels.expert_index import ONE_LAUNCH_CHOICES
+        """Put rows (to whom `rows_to` says), ids and weights of a range of tokens."""
+        from moe_comm.kernels.dispatch import _put_kernel
         from moe_comm.kernels.signal import COMBINE, DISPATCH, MAX_CHUNKS, RELEASE
 
-        config, wire, hidden, bucket = (
-            self.config,
-            self.config.wire,
-            self.config.hidden,
-            call.bucket,
-        )
+        config, wire, hidden = self.config, self.config.wire, self.config.hidden
         begin, end = tokens if tokens is not None else (0, call.num_rows)
-        slot = self._slots[call.slot]
+        slot, number = self._slots[call.slot], call.slot
         x = call.x if call.x.stride(-1) == 1 else call.x.contiguous()
         quantizes = wire.scale_dtype is not None and not call.is_quantized
         block, warps = self._block(wire, combine=False)
         blocks = -(-hidden // block) if rows_to else 1
-        senders = min(max((end - begin) * blocks, 1), plan.dispatch_programs) if send else 0
-        choices = self.num_ranks * bucket * config.num_topk
-        index_here = receive and call.reuse is None and choices <= ONE_LAUNCH_CHOICES
-        receivers = self.num_local_experts + 1 if index_here else 1
-        experts = self.num_local_experts if index_here else 0
+        senders = min(max((end - begin) * blocks, 1), plan.dispatch_programs)
         payload = self._packed_payloads(call)
         width = payload.shape[1] if payload is not None else 0
-        scales = call.scales
-        scale_bytes = 0
-        if scales is not None:
-            scales = scales.contiguous().view(torch.uint8)
+        scales, scale_bytes = self._empty, 0
+        if call.scales is not None:
+            scales = call.scales.contiguous().view(torch.uint8)
             scale_bytes = scales.shape[1]
-        on_device = isinstance(call.num_tokens, Tensor)
         value_bytes = 1 if wire.scale_dtype is not None else x.element_size()
-        groups = scale_bytes or max(wire.num_groups(hidden), 1)
-        _dispatch_kernel[(senders + (receivers if receive else 0),)](
-            x, scales if scales is not None else self._empty, call.topk_idx.contiguous(),
-            call.topk_weights.contiguous(), payload if payload is not None else self._empty,
+        on_device = isinstance(call.num_tokens, Tensor)
+        _put_kernel[(senders,)](
+            x, scales, call.topk_idx.contiguous(), call.topk_weights.contiguous(),
+            payload if payload is not None else self._empty,
             call.num_tokens if on_device else self._empty,
             0 if on_device else call.num_tokens, begin, end, self.copy_table, self.num_copies,
             self.alive, self.memory.peers,
-            self._base("dispatch_rows", call.slot), self._base("dispatch_scales", call.slot),
-            self._base("topk_idx", call.slot), self._base("topk_weights", call.slot),
-            self._base("payloads", call.slot), self.memory.regions.offsets["flags"],
-            self._ids(call.slot, bucket), self.flags, slot.choice_rank, slot.tokens, slot.offsets,
-            slot.row_index, slot.position, self.state, self.status,
-            self._channel(call.slot, DISPATCH), self._channel(call.slot, COMBINE),
-            self._channel(call.slot, RELEASE), self.rank,
-            bucket, self._capacity(bucket), config.num_experts, experts, x.stride(0), senders,
-            self._timeout_ns(),
-            H=hidden, G=groups, GP=next_power_of_2(scale_bytes) if scale_bytes else 0,
+            self._base("dispatch_rows", number), self._base("dispatch_scales", number),
+            self._base("topk_idx", number), self._base("topk_weights", number),
+            self._base("payloads", number), self.memory.regions.offsets["flags"], self.flags,
+            slot.choice_rank, slot.fold_rank, slot.fold_count, self.state, self.status,
+            self._channel(number, DISPATCH), self._channel(number, COMBINE),
+            self._channel(number, RELEASE), self.rank, call.bucket, config.num_experts,
+            x.stride(0), senders, self._timeout_ns(),
+            H=hidden, G=scale_bytes or max(wire.num_groups(hidden), 1),
+            GP=next_power_of_2(scale_bytes) if scale_bytes else 0,
             GROUP=wire.group if quantizes else block, K=config.num_topk,
             KP=next_power_of_2(config.num_topk), C=self.copy_table.shape[1], BLOCK=block,
-            WIRE=_WIRE_CODE[wire.name] if quantizes else 0,
-            VALUE_BYTES=value_bytes,
-            PAYLOAD=width, PAYLOAD_P=next_power_of_2(width) if width else 0, ROWS_TO=rows_to, ROW_ALIGN=_alignment(hidden * value_bytes),
-            T_ON_DEVICE=on_device, RELEASE_AFTER=release_after, SEND=send, RECEIVE=receive,
-            CHUNKS=MAX_CHUNKS, POLL=self._poll(warps),
-            INDEX_BLOCK=min(4096, max(32, next_power_of_2(choices))) if index_here else 0,
+            WIRE=_WIRE_CODE[wire.name] if quantizes else 0, VALUE_BYTES=value_bytes,
+            PAYLOAD=width, PAYLOAD_P=next_power_of_2(width) if width else 0, ROWS_TO=rows_to,
+            ROW_ALIGN=_alignment(hidden * value_bytes), T_ON_DEVICE=on_device,
+            RELEASE_AFTER=release_after, CHUNKS=MAX_CHUNKS, POLL=self._poll(warps),
             num_warps=warps, **self._common,
         )  # fmt: skip
-        if receive and not index_here and call.reuse is None:
+
+    def _receive(self, call: DispatchCall) -> None:
+        """Wait for every source, then index: in the same launch where choices are few."""
+        from moe_comm.kernels import expert_index as index
+        from moe_comm.kernels.dispatch import _receive_kernel
+        from moe_comm.kernels.signal import DISPATCH
+
+        bucket, slot, experts = call.bucket, self._slots[call.slot], self.num_local_experts
+        choices = self.num_ranks * bucket * self.config.num_topk
+        here = call.reuse is None and choices <= index.ONE_LAUNCH_CHOICES
+        programs = index.one_launch_programs(choices, experts) if here else 1
+        _receive_kernel[(programs,)](
+            self._ids(call.slot, bucket), self._weights(call.slot, bucket), self.alive, self.flags,
+            slot.tokens, slot.offsets, slot.row_index, slot.position, slot.order,
+            slot.order_weights, slot.order_count, self.state, self.status,
+            self._channel(call.slot, DISPATCH), self.rank, bucket, self._capacity(bucket), experts,
+            self._timeout_ns(),
+            K=self.config.num_topk, KP=next_power_of_2(self.config.num_topk),
+            QUERY=index.QUERIES, BLOCK=index.one_launch_block(choices), INDEX=here,
+            POLL=self._poll(8), num_warps=8, **self._common,
+        )  # fmt: skip
+        if call.reuse is None and not here:
             self._index_by_launches(call)
 
     def _index_by_launches(self, call: DispatchCall) -> None:
-        from moe_comm.kernels.expert_index import expert_index
+        from moe_comm.kernels.expert_index import Order, expert_index
 
         slot, bucket = self._slots[call.slot], call.bucket
-        capacity = self._capacity(bucket)
+        capacity, rows = self._capacity(bucket), self.num_ranks * bucket
         expert_index(
             self._ids(call.slot, bucket),
             num_local_experts=self.num_local_experts,
             capacity=capacity,
             status=self.status,
             sources=(slot.tokens, self.alive, bucket),
-            out=(
-                slot.offsets,
-                slot.row_index[:capacity],
-                slot.position[: self.num_ranks * bucket],
+            out=(slot.offsets, slot.row_index[:capacity], slot.position[:rows]),
+            order=Order(
+                position=slot.order,
+                weights=slot.order_weights,
+                count=slot.order_count,
+                received_weights=self._weights(call.slot, bucket),
             ),
+            one_launch=False,
         )
 
     def _dispatch_by_copies(
         self, call: DispatchCall, plan: Plan, *, send: bool, receive: bool
     ) -> None:
         """High throughput: ids and weights are put by a kernel and indexed while whole blocks of
-        rows travel by copies, on a stream of their own, so by the copy engine where there is one."""
-        from moe_comm.kernels.signal import DISPATCH, ROWS
+        rows travel by copies, on a stream of their own: by the copy engine where there is one."""
+        from moe_comm.kernels.signal import ROWS
 
         if send:
             quantizes = self.config.wire.scale_dtype is not None and not call.is_quantized
@@ -325,18 +363,15 @@ class SlabEngine:
             if not quantizes:
                 self._copy_rows(call, 0, call.num_rows, from_x=True)
             for begin, end in chunk_edges(call.num_rows, chunks):
-                self._dispatch_kernel(
-                    call, plan, send=True, receive=False, rows_to=1,
-                    release_after=end == call.num_rows, tokens=(begin, end),
-                )  # fmt: skip
+                self._put(
+                    call, plan, rows_to=1, release_after=end == call.num_rows, tokens=(begin, end)
+                )
                 if quantizes:
                     self._fork()
                     self._copy_rows(call, begin, end, from_x=False)
             self._release(call.slot, ROWS)
         if receive:
-            self._wait(call.slot, DISPATCH, self._slots[call.slot].tokens)
-            if call.reuse is None:
-                self._index_by_launches(call)
+            self._receive(call)
             self._wait(call.slot, ROWS)
             if self._side is not None:
                 torch.cuda.current_stream(self.device).wait_stream(self._side)
@@ -386,14 +421,16 @@ class SlabEngine:
                 POLL=self._poll(1), num_warps=1, **common,
             )  # fmt: skip
 
-    def _wait(self, slot: int, phase: int, tokens: Tensor | None = None) -> None:
-        from moe_comm.kernels.dispatch import _wait_kernel
+    def _wait(self, slot: int, phase: int) -> None:
+        """Wait for a channel, without an index."""
+        from moe_comm.kernels.dispatch import _receive_kernel
 
-        _wait_kernel[(1,)](
-            self.alive, self.state, self.status, self.flags,
-            tokens if tokens is not None else self._empty, self._channel(slot, phase), self.rank,
-            self._timeout_ns(), TOKENS=tokens is not None, POLL=self._poll(1), num_warps=1,
-            **self._common,
+        none = self._empty
+        _receive_kernel[(1,)](
+            none, none, self.alive, self.flags, self._scratch, none, none, none, none, none, none,
+            self.state, self.status, self._channel(slot, phase), self.rank, 0, 0, 0,
+            self._timeout_ns(), K=1, KP=1, QUERY=1, BLOCK=1, INDEX=False, POLL=self._poll(1),
+            num_warps=1, **self._common,
         )  # fmt: skip
 
     def _poll(self, warps: int) -> int:
