@@ -81,7 +81,7 @@ class Ranks:
                 what, self.rank, self.lost_rank(), timeout_s=self.timeout_s, detail=detail
             ) from error
 
-    def lost_rank(self, *, wait_s: float = 1.0) -> int | None:
+    def lost_rank(self, *, wait_s: float = 3.0) -> int | None:
         """The rank that the launcher saw die, if it saw one; it may need a moment to see it."""
         store, end = self._launcher_store, time.monotonic() + wait_s
         while store is not None and time.monotonic() < end:

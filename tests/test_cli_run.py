@@ -150,7 +150,8 @@ def test_a_killed_rank_is_named_by_the_others(victim):
     began = time.monotonic()
     _, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == 124, errors
-    assert time.monotonic() - began < 15
+    # The timeout, the moment that naming takes, and a busy machine.
+    assert time.monotonic() - began < 10 + 20
     assert f"rank {victim} was killed (SIGKILL)" in errors
     survivors = [rank for rank in range(3) if rank != victim]
     for rank in survivors:
