@@ -29,9 +29,7 @@ def test_oracle_equals_reference(wire, reduction, num_tokens):
         [RankInput(x=d.x, topk_idx=d.topk_idx, topk_weights=d.topk_weights) for d in data]
     )
     factors = expert_factors(20)
-    y = [
-        expert_step(arrived[rank], factors[redundant.local_expert_ids(rank)]) for rank in range(4)
-    ]
+    y = [expert_step(arrived[rank], factors[redundant.local_expert_ids(rank)]) for rank in range(4)]
     returned = world.combine(y, [d.handle for d in arrived])
     for rank in range(4):
         want = arrived[rank]
@@ -60,9 +58,7 @@ def test_rows_layout_gives_the_same_output():
     arrived = world.dispatch(
         [RankInput(x=d.x, topk_idx=d.topk_idx, topk_weights=d.topk_weights) for d in data]
     )
-    rows = [
-        expected_rows_layout(config, data, placement, rank=rank, bucket=8) for rank in range(4)
-    ]
+    rows = [expected_rows_layout(config, data, placement, rank=rank, bucket=8) for rank in range(4)]
     returned = world.combine(rows, [d.handle for d in arrived], layout="rows")
     for rank in range(4):
         want = expected_combine(config, data[rank], placement, node_of_rank=[0] * 4)
