@@ -83,12 +83,30 @@ class RankPool:
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = CALL_S) -> list[Any]:
         """function(RankContext, *args) on every rank; the results in rank order."""
-        name = (function.__module__, function.__qualname__)
-        for pipe in self.pipes:
-            pipe.send((name, args))
+        self._send(function, args)
         return self._collect(timeout_s, what=function.__qualname__)
 
-    def _collect(self, timeout_s: float, *, what: str) -> list[Any]:
+    def outcomes(
+        self, function: Callable[..., Any], *args: Any, timeout_s: float = CALL_S
+    ) -> dict[int, Any]:
+        """As run, for tests that lose ranks: rank -> result, or RankFailedError for those that
+        raised, died or did not answer. The pool cannot be used again."""
+        self._send(function, args)
+        results, failures, missing = self._gather(timeout_s, patience_s=timeout_s)
+        self.kill()
+        lost = {rank: RankFailedError(text) for rank, text in failures.items()}
+        silent = {rank: RankFailedError("did not answer in time") for rank in missing}
+        return {**results, **lost, **silent}
+
+    def _send(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        for pipe in self.pipes:
+            pipe.send(((function.__module__, function.__qualname__), args))
+
+    def _gather(
+        self, timeout_s: float, *, patience_s: float
+    ) -> tuple[dict[int, Any], dict[int, str], set[int]]:
+        """Results, failures, and ranks without an answer. After the first failure the others have
+        patience_s left."""
         end = time.monotonic() + timeout_s
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
@@ -102,13 +120,18 @@ class RankPool:
                 try:
                     ok, value = self.pipes[rank].recv()
                 except (EOFError, OSError):
+                    self.processes[rank].join(5.0)
                     code = self.processes[rank].exitcode
                     failures[rank] = f"the process ended (exit code {code})"
                     continue
                 (results if ok else failures)[rank] = value
             if failures:
-                # The others may wait for the failed one: give them a moment, not the whole time.
-                end = min(end, time.monotonic() + 3.0)
+                end = min(end, time.monotonic() + patience_s)
+        return results, failures, missing
+
+    def _collect(self, timeout_s: float, *, what: str) -> list[Any]:
+        # The others may wait for a failed rank: they get a moment, not the whole time.
+        results, failures, missing = self._gather(timeout_s, patience_s=3.0)
         if not failures and not missing:
             return [results[rank] for rank in range(self.num_ranks)]
         self.kill()

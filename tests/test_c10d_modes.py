@@ -6,9 +6,6 @@ import pytest
 from comm_cases import Case, check_case
 from rank_pool import run_ranks
 
-FLAT = ["c10d:exact", "c10d:dense"]
-# Ranks, and ranks a node: the hierarchical mode is the other modes' case where a node is one rank.
-NODES = [(4, 2), (8, 4), (3, 2), (2, 1), (3, 3)]
 TOKENS = {
     2: ((7, 7), (16, 1), (0, 5), (0, 0)),
     3: ((5, 16, 0), (1, 1, 1)),
@@ -31,22 +28,37 @@ def case_of(mode: str, num_ranks: int, ranks_per_node: int | None = None, **fiel
 
 
 @pytest.mark.parametrize("mode", ["exact", "dense"])
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(
+    ("num_ranks", "wire"),
+    [(2, wire) for wire in WIRES] + [(4, wire) for wire in WIRES] + [(3, "mxfp8"), (8, "bf16")],
+)
 def test_wires(mode, num_ranks, wire):
     config = {"dispatch_wire": wire, "combine_wire": wire}
     case = case_of(mode, num_ranks, config=config, routing="zipf:1+masked:0.2")
     run_ranks(num_ranks, check_case, case)
 
 
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), NODES)
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(
+    ("num_ranks", "ranks_per_node", "wire"),
+    [(4, 2, wire) for wire in WIRES]
+    + [(8, 4, "bf16"), (3, 2, "fp8"), (2, 1, "mxfp8"), (3, 3, "bf16")],
+)
 def test_hierarchical(num_ranks, ranks_per_node, wire):
     config = {"dispatch_wire": wire, "combine_wire": wire}
     case = case_of(
         "hierarchical", num_ranks, ranks_per_node, config=config, routing="uniform+masked:0.2"
     )
     run_ranks(num_ranks, check_case, case)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_any_registered_backend(mode, num_ranks):
+    """Collectives alone, as with a vendor's plug-in, instead of one message a peer."""
+    case = case_of(
+        mode, num_ranks, config={"dispatch_wire": "fp8", "combine_wire": "bf16"}, payloads=True
+    )
+    run_ranks(num_ranks, check_case, case, "vendor")
 
 
 OPTIONS = {

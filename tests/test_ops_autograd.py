@@ -74,7 +74,7 @@ def test_gradcheck(mode, how):
 def through_ops(comm: Any, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> Any:
     """A layer on the ops themselves: what a compiled model holds."""
     name = ops.name_of(comm)
-    rows, _, ids, _, _, _, row_index, token = torch.ops.moe_comm.dispatch(
+    rows, _, _, _, _, _, row_index, token = torch.ops.moe_comm.dispatch(
         x, None, idx, weights, name, -1, None, -1, [], None
     )
     live = (row_index >= 0).unsqueeze(-1)

@@ -202,8 +202,9 @@ class ReferenceWorld:
         weights_applied: bool = False,
         biases: Sequence[Sequence[Tensor]] | None = None,
         masked_ranks: Sequence[int] = (),
+        sources: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """Every rank's combined rows.
+        """Every rank's combined rows, or those of `sources` alone.
 
         Args:
             expert_rows: each rank's y, [N, H] or, for layout "rows", [R, B, H].
@@ -226,7 +227,7 @@ class ReferenceWorld:
                 tuple(biases[source]) if biases else (),
                 set(masked_ranks),
             )
-            for source in range(self.num_ranks)
+            for source in (range(self.num_ranks) if sources is None else sources)
         ]
 
     def _partials(
