@@ -68,10 +68,10 @@ def layout_for(config: K3Config, *, dtype=torch.float32, page_size=16, tp=(0, 1)
 class State:
     """A pool and a cache, both poisoned where nothing was written, and one tenant a request."""
 
-    def __init__(self, layout: StateLayout, *, num_slots=6, num_pages=48):
+    def __init__(self, layout: StateLayout, *, num_slots=6, num_pages=48, device="cpu"):
         self.layout = layout
-        self.pool = StatePool(layout, num_slots, debug=True)
-        self.cache = PagedCache(layout, num_pages, debug=True)
+        self.pool = StatePool(layout, num_slots, device=device, debug=True)
+        self.cache = PagedCache(layout, num_pages, device=device, debug=True)
         self.tenants: dict[str, tuple[int, list[int], int]] = {}
 
     def batch(self, parts: list[tuple[str, list[int]]], *, bucket=None):

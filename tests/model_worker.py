@@ -17,6 +17,7 @@ import torch.distributed as dist
 from model_cases import State, random_tokens
 
 from moe_comm import create_communicator
+from moe_comm.group import Group
 from moe_comm.kernels.mxfp4_format import dequantize
 from moe_comm.model.config import K3Config
 from moe_comm.model.layers.linear import Numerics
@@ -29,6 +30,7 @@ from moe_comm.model.weights.load_experts import load_experts
 
 # (ranks, tensor-parallel size); the first is the one that others are compared with.
 LAYOUTS = ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4))
+EXACT_LAYOUTS = ((1, 1), (2, 2), (4, 1), (4, 4))
 # Requests: name -> lengths of its chunks. Three of them, so that with four data-parallel groups one
 # rank is idle throughout; chunks of one token, chunks shorter than the convolution, ends off the
 # grid, and steps in which a request has no part.
@@ -160,10 +162,10 @@ def parallel_of(rank, size, tp):
     )
 
 
-def placements(directory, rank, numerics, *, build=make):
+def placements(directory, rank, numerics, *, layouts=LAYOUTS, build=make):
     """Every layout in turn, on the first of the ranks; teacher-forced steps."""
     config, out = K3Config.from_checkpoint(directory / "checkpoint"), {}
-    for size, tp in LAYOUTS:
+    for size, tp in layouts:
         parallel = parallel_of(rank, size, tp)
         if rank >= size:
             continue
@@ -190,7 +192,7 @@ def case_fast(directory, rank):
 
 def case_placements(directory, rank):
     return {
-        "exact": placements(directory, rank, Numerics(), build=make_exact),
+        "exact": placements(directory, rank, Numerics(), layouts=EXACT_LAYOUTS, build=make_exact),
         "invariant": placements(directory, rank, Numerics(batch_invariant=True)),
     }
 
@@ -223,11 +225,37 @@ def case_splits(directory, rank):
     return out
 
 
+def case_gpu(directory, rank, devices=("cpu", "cuda")):
+    """One rank, 70 tokens and three more, on each device: every layer's outputs, and logits."""
+    del rank
+    config, out = K3Config.from_checkpoint(directory / "checkpoint"), []
+    tokens = random_tokens(config, 73, seed=8)
+    for device in devices:
+        numerics = Numerics()
+        shape = ep_config(config, max_tokens_per_rank=128, numerics=numerics)
+        comm = create_communicator(shape, Group(device=device))
+        model = load_model(
+            directory / "checkpoint", config, comm=comm, numerics=numerics, device=device
+        )
+        state, seen = State(model.layout(page_size=16), device=device), {}
+
+        def observe(layer, name, tensor, kept=seen):
+            kept.setdefault((layer, name), []).append(tensor.cpu())
+
+        for begin, end in ((0, 70), (70, 71), (71, 72), (72, 73)):
+            batch = state.batch([("a", tokens[begin:end])], bucket=128)
+            model.forward(batch, observer=observe)
+        comm.check()
+        comm.destroy()
+        out.append({key: torch.cat(parts) for key, parts in seen.items()})
+    return out
+
+
 def main() -> None:
     case, directory, rank, size = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
+        "cpu:gloo,cuda:nccl" if case == "gpu" else "gloo",
         init_method=f"file://{directory}/{case}-store",
         rank=rank,
         world_size=int(size),
