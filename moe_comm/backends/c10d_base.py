@@ -17,20 +17,22 @@ from torch import Tensor
 
 from moe_comm import env, layout
 from moe_comm.backends import device_math
+from moe_comm.backends.c10d_collectives import Collective
+from moe_comm.backends.c10d_messages import PointToPoint
+from moe_comm.backends.c10d_peers import Peers
 from moe_comm.backends.c10d_transport import (
     Header,
     Phase,
     Transport,
     check_header,
     header_rows,
-    make_transport,
 )
 from moe_comm.backends.packing import Field, RecordLayout, Workspace
 from moe_comm.calls import CombineCall, DispatchCall
 from moe_comm.communicator import Communicator
 from moe_comm.config import EPConfig
 from moe_comm.errors import SlotError
-from moe_comm.group import Group
+from moe_comm.group import Group, backend_for
 from moe_comm.handle import Dispatched, DispatchHandle
 from moe_comm.status import Status, StatusBit
 from moe_comm.wire import WIRES, Wire
@@ -68,12 +70,17 @@ class C10dCommunicator(Communicator):
     def __init__(self, config: EPConfig, group: Group) -> None:
         super().__init__(config, group)
         self._ranks_alive = list(range(group.num_ranks))
-        self._transport: Transport = make_transport(
-            group, group.pg, self._ranks_alive, config.wait_s, self._count_sent
-        )
+        self._transport = self._connect(group.pg)
         self._slots = [Workspace(group.device) for _ in range(config.num_slots)]
         self._status = torch.zeros(1, dtype=torch.int32, device=group.device)
         self._alive: Tensor | None = None
+
+    def _connect(self, pg: dist.ProcessGroup) -> Transport:
+        """The transport for the group's device. Collective among the live ranks."""
+        peers = Peers(self.group, pg, self._ranks_alive)
+        by_message = self.device.type == "cpu" and backend_for(pg, "cpu") == "gloo"
+        kind = PointToPoint if by_message else Collective
+        return kind(pg, peers, self._ranks_alive, self.config.wait_s, self._count_sent)
 
     def _count_sent(self, peer: int, num_bytes: int) -> None:
         self._metrics.sent_bytes += num_bytes
@@ -231,6 +238,21 @@ class C10dCommunicator(Communicator):
         theirs = self._transport.exchange_headers(phase, header_rows(header, num_rows))
         self._check_headers(header, theirs, self._transport.others)
 
+    def _agree_back(self, call: CombineCall, phase: Phase) -> None:
+        """The headers of a combine, whose sizes both sides know from the dispatch."""
+        self._agree(
+            phase,
+            Header(
+                phase=phase,
+                call=call.handle.call,
+                num_tokens=0,
+                num_rows=0,
+                bucket=call.handle.bucket,
+                row_bytes=call.y.shape[-1] * call.y.dtype.itemsize,
+                record_bytes=0,
+            ),
+        )
+
     def _check_headers(self, mine: Header, theirs: Tensor, peers: Sequence[int]) -> None:
         for peer in peers:
             check_header(mine, Header(*theirs[peer].tolist()), peer)
@@ -348,9 +370,7 @@ class C10dCommunicator(Communicator):
             use_local_synchronization=True,
         )
         assert pg is not None
-        self._transport = make_transport(
-            self.group, pg, self._ranks_alive, self.config.wait_s, self._count_sent
-        )
+        self._transport = self._connect(pg)
         alive = torch.zeros(self.num_ranks, dtype=torch.bool)
         alive[self._ranks_alive] = True
         self._alive = alive.to(self.device)

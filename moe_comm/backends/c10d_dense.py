@@ -163,18 +163,7 @@ class DenseCommunicator(C10dCommunicator):
     def _start_back(self, call: CombineCall, form: Wire, phase: Phase) -> list[_Way]:
         arrived: Arrived = call.handle.state
         slot = self._slots[call.handle.slot]
-        self._agree(
-            phase,
-            Header(
-                phase=phase,
-                call=call.handle.call,
-                num_tokens=0,
-                num_rows=0,
-                bucket=call.handle.bucket,
-                row_bytes=call.y.shape[-1] * call.y.dtype.itemsize,
-                record_bytes=0,
-            ),
-        )
+        self._agree_back(call, phase)
         values, scales = self._partials(call, arrived, form)
         ways = []
         for kind, terms in ((Kind.BACK_ROWS, values), (Kind.BACK_SCALES, scales)):

@@ -10,6 +10,7 @@ Shape legend: T this rank's tokens, R ranks, B the bucket, K choices, H hidden.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from moe_comm.backends import device_math
 from moe_comm.backends.c10d_base import Arrived, C10dCommunicator
+from moe_comm.backends.c10d_plan import Plan
 from moe_comm.backends.c10d_transport import (
     Done,
     Header,
@@ -34,36 +36,6 @@ from moe_comm.wire import Wire
 
 # Where packing would leave out less than one row in this many, all rows are sent as they lie.
 _WHOLE_SHARE = 128
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
-    """Who sends which of its tokens to whom. Lists have one entry a rank, own entries 0.
-
-    Attributes:
-        num_tokens: this rank's T.
-        sent: rows sent to each rank.
-        tokens: [sum of sent] int64, the tokens sent, by rank, ascending for each.
-        received: rows received from each rank.
-        tokens_of: T of each rank.
-        positions: [sum of received] int64, r * B + t of each received row, in order of arrival;
-            None until the records are there.
-    """
-
-    num_tokens: int
-    sent: list[int]
-    tokens: Tensor
-    received: list[int]
-    tokens_of: list[int]
-    positions: Tensor | None = None
-
-    def sends_all(self, rank: int) -> bool:
-        """Rank gets every token of this rank."""
-        return self.sent[rank] == self.num_tokens
-
-    def receives_all(self, rank: int) -> bool:
-        """Every token of `rank` comes here."""
-        return self.received[rank] == self.tokens_of[rank]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -102,12 +74,6 @@ class _Back:
     ways: list[_Way]
 
 
-def spread(plan_counts: list[int], rank: int) -> slice:
-    """Where rank's part of a packed sequence lies."""
-    start = sum(plan_counts[:rank])
-    return slice(start, start + plan_counts[rank])
-
-
 class ExactCommunicator(C10dCommunicator):
     """See the module."""
 
@@ -124,7 +90,7 @@ class ExactCommunicator(C10dCommunicator):
         else:
             to, layout = None, RecordLayout(extras)
             plan, choice_rank = self._reusable(call.reuse).route, call.reuse.choice_rank
-            self._agree(Phase.DISPATCH, self._header(Phase.DISPATCH, call, values, layout, plan))
+            self._agree(Phase.DISPATCH, self._header(call, values, layout))
         records, record_transfer = self._send_records(call, plan, to, layout, scales)
         rows, staged, row_transfer = self._send_rows(call, plan, values)
         return _Sent(
@@ -142,13 +108,11 @@ class ExactCommunicator(C10dCommunicator):
         )
 
     @staticmethod
-    def _header(
-        phase: Phase, call: DispatchCall, values: Tensor, layout: RecordLayout, plan: Plan | None
-    ) -> Header:
+    def _header(call: DispatchCall, values: Tensor, layout: RecordLayout) -> Header:
         return Header(
-            phase=phase,
+            phase=Phase.DISPATCH,
             call=call.call,
-            num_tokens=0 if plan is None else plan.num_tokens,
+            num_tokens=0,
             num_rows=0,
             bucket=call.bucket,
             row_bytes=values.shape[1] * values.dtype.itemsize,
@@ -168,7 +132,7 @@ class ExactCommunicator(C10dCommunicator):
         whole = (counts > 0) & (counts * _WHOLE_SHARE >= num_tokens * (_WHOLE_SHARE - 1))
         goes = to.reaches | (whole & valid.unsqueeze(-1))
         goes[:, self.rank] = False
-        header = self._header(Phase.DISPATCH, call, values, layout, None)
+        header = self._header(call, values, layout)
         mine = header_rows(header, goes.sum(dim=0))
         mine[:, 2] = num_tokens
         theirs = self._transport.exchange_headers(Phase.DISPATCH, mine)
@@ -183,7 +147,7 @@ class ExactCommunicator(C10dCommunicator):
         plan = Plan(
             num_tokens=num_tokens,
             sent=sent,
-            tokens=by_rank[:, 1],
+            index=by_rank[:, 1],
             received=received,
             tokens_of=tokens_of,
         )
@@ -206,19 +170,15 @@ class ExactCommunicator(C10dCommunicator):
             counts = torch.tensor(plan.sent).to(self.device, non_blocking=True)
             ranks = torch.arange(self.num_ranks, device=self.device, dtype=torch.int32)
             target = ranks.repeat_interleave(counts, output_size=sum(plan.sent)).unsqueeze(-1)
-            where, tokens = to.rank[plan.tokens], plan.tokens
+            where, tokens = to.rank[plan.index], plan.index
             layout.view(out, "ids").copy_(torch.where(where == target, to.slot[tokens], -1))
             layout.view(out, "weights").copy_(call.topk_weights.detach()[tokens])
             layout.view(out, "token").copy_(tokens)
-        self._write_extras(out, layout, call, scales, plan.tokens)
+        self._write_extras(out, layout, call, scales, plan.index)
         transfer = self._transport.all_to_all(
             Phase.DISPATCH,
-            {p: out[spread(plan.sent, p)] for p in self._transport.others if plan.sent[p]},
-            {
-                p: landing[spread(plan.received, p)]
-                for p in self._transport.others
-                if plan.received[p]
-            },
+            {p: out[plan.to(p)] for p in self._transport.others if plan.sent[p]},
+            {p: landing[plan.come_from(p)] for p in self._transport.others if plan.received[p]},
             Kind.RECORDS,
         )
         return landing, transfer
@@ -235,7 +195,7 @@ class ExactCommunicator(C10dCommunicator):
         packing = [p for p in self._transport.others if plan.sent[p] and not plan.sends_all(p)]
         sends = {p: source[:mine] for p in self._transport.others if plan.sends_all(p)}
         if packing:
-            index = torch.cat([plan.tokens[spread(plan.sent, p)] for p in packing])
+            index = torch.cat([plan.index[plan.to(p)] for p in packing])
             packed = slot.tensor("rows out", (index.shape[0], source.shape[1]), torch.uint8)
             take_rows(source, index, packed)
             parts = packed.split([plan.sent[p] for p in packing])
@@ -278,24 +238,17 @@ class ExactCommunicator(C10dCommunicator):
         counts = torch.tensor(plan.received).to(self.device, non_blocking=True)
         start = torch.arange(self.num_ranks, device=self.device) * bucket
         start = start.repeat_interleave(counts, output_size=sum(plan.received))
-        positions = start + layout.view(records, "token")
+        places = start + layout.view(records, "token")
         shape = (self.num_ranks, bucket, num_topk)
         local_idx = torch.full(shape, -1, dtype=torch.int32, device=self.device)
         weights = torch.zeros(shape, dtype=call.topk_weights.dtype, device=self.device)
-        local_idx.flatten(0, 1).index_copy_(0, positions, layout.view(records, "ids"))
-        weights.flatten(0, 1).index_copy_(0, positions, layout.view(records, "weights"))
+        local_idx.flatten(0, 1).index_copy_(0, places, layout.view(records, "ids"))
+        weights.flatten(0, 1).index_copy_(0, places, layout.view(records, "weights"))
         own, rows = to.rank == self.rank, slice(0, call.num_rows)
         local_idx[self.rank, rows] = torch.where(own, to.slot, -1)
         weights[self.rank, rows] = call.topk_weights.detach()
         tokens = torch.tensor(plan.tokens_of, dtype=torch.int32).to(self.device)
-        full = Plan(
-            num_tokens=plan.num_tokens,
-            sent=plan.sent,
-            tokens=plan.tokens,
-            received=plan.received,
-            tokens_of=plan.tokens_of,
-            positions=positions,
-        )
+        full = dataclasses.replace(plan, places=places)
         return self._index(local_idx, weights, tokens, full)
 
     def _read_extras(self, call: DispatchCall, plan: Plan, state: _Sent) -> dict[str, Tensor]:
@@ -305,9 +258,9 @@ class ExactCommunicator(C10dCommunicator):
                 continue
             room = self._extra_room(call, field)
             flat = room.flatten(0, 1)
-            assert plan.positions is not None
+            assert plan.places is not None
             if field.num_bytes:
-                flat[plan.positions] = state.layout.view(state.records, name)
+                flat[plan.places] = state.layout.view(state.records, name)
                 own = state.scales if name == "scales" else call.payloads[name[len("payload ") :]]
                 assert own is not None
                 room[self.rank, : plan.num_tokens] = own.detach()[: plan.num_tokens]
@@ -320,8 +273,8 @@ class ExactCommunicator(C10dCommunicator):
             p for p in self._transport.others if plan.received[p] and not plan.receives_all(p)
         ]
         if landing:
-            assert plan.positions is not None
-            index = torch.cat([plan.positions[spread(plan.received, p)] for p in landing])
+            assert plan.places is not None
+            index = torch.cat([plan.places[plan.come_from(p)] for p in landing])
             put_rows(as_bytes(state.rows.flatten(0, 1)), index, state.staged)
 
     # Combine.
@@ -329,19 +282,8 @@ class ExactCommunicator(C10dCommunicator):
     def _start_back(self, call: CombineCall, form: Wire, phase: Phase) -> Any:
         arrived: Arrived = call.handle.state
         plan: Plan = arrived.route
-        bucket, slot = call.handle.bucket, call.handle.slot
-        self._agree(
-            phase,
-            Header(
-                phase=phase,
-                call=call.handle.call,
-                num_tokens=plan.num_tokens,
-                num_rows=0,
-                bucket=bucket,
-                row_bytes=call.y.shape[-1] * call.y.dtype.itemsize,
-                record_bytes=0,
-            ),
-        )
+        slot = call.handle.slot
+        self._agree_back(call, phase)
         values, scales = self._partials(call, arrived, form)
         back = self._slots[slot].tensor("back", values.shape, values.dtype)
         ways = [self._send_back(plan, values, back, slot, phase, Kind.BACK_ROWS)]
@@ -366,8 +308,8 @@ class ExactCommunicator(C10dCommunicator):
             if plan.receives_all(p)
         }
         if packing:
-            assert plan.positions is not None
-            index = torch.cat([plan.positions[spread(plan.received, p)] for p in packing])
+            assert plan.places is not None
+            index = torch.cat([plan.places[plan.come_from(p)] for p in packing])
             packed = space.tensor(f"{kind.name} out", (index.shape[0], width), torch.uint8)
             take_rows(source, index, packed)
             parts = packed.split([plan.received[p] for p in packing])
@@ -392,9 +334,7 @@ class ExactCommunicator(C10dCommunicator):
         for way in state.ways:
             way.transfer.wait()
             if way.landing:
-                index = torch.cat(
-                    [plan.tokens[spread(plan.sent, p)] + p * bucket for p in way.landing]
-                )
+                index = torch.cat([plan.index[plan.to(p)] + p * bucket for p in way.landing])
                 put_rows(way.places, index, way.staged)
         out = self._output(call)
         device_math.fold(

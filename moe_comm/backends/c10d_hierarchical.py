@@ -23,6 +23,7 @@ from torch import Tensor
 
 from moe_comm.backends import device_math
 from moe_comm.backends.c10d_base import Arrived, C10dCommunicator
+from moe_comm.backends.c10d_plan import Hop
 from moe_comm.backends.c10d_transport import Done, Header, Kind, Phase, Transfer, header_rows
 from moe_comm.backends.packing import (
     Field,
@@ -36,30 +37,6 @@ from moe_comm.handle import Dispatched
 from moe_comm.wire import Wire
 
 _ROUTING = ("ids", "weights", "place")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Hop:
-    """One exchange of rows. Lists have one entry a rank.
-
-    Attributes:
-        sent, received: rows to and from each rank.
-        index: [sum of sent] int64, the row of the sender's array each sent row is, by rank.
-    """
-
-    sent: list[int]
-    received: list[int]
-    index: Tensor
-
-    def to(self, rank: int) -> slice:
-        """Where the rows to `rank` lie in the order of sending."""
-        start = sum(self.sent[:rank])
-        return slice(start, start + self.sent[rank])
-
-    def come_from(self, rank: int) -> slice:
-        """Where the rows from `rank` lie in the order of arrival."""
-        start = sum(self.received[:rank])
-        return slice(start, start + self.received[rank])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -332,18 +309,7 @@ class HierarchicalCommunicator(C10dCommunicator):
         # The holders may have changed with a masked rank.
         arrived = self._reusable(call.handle)
         route: Route = arrived.route
-        self._agree(
-            phase,
-            Header(
-                phase=phase,
-                call=call.handle.call,
-                num_tokens=0,
-                num_rows=0,
-                bucket=call.handle.bucket,
-                row_bytes=call.y.shape[-1] * call.y.dtype.itemsize,
-                record_bytes=0,
-            ),
-        )
+        self._agree_back(call, phase)
         values, scales = self._partials(call, arrived, form)
         slot, came = call.handle.slot, sum(route.inside.received)
         ways = []

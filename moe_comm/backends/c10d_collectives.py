@@ -1,0 +1,220 @@
+"""Collectives on bytes, over NCCL or any other backend: all that vendors' plug-ins promise.
+
+On an accelerator nothing blocks the host but the exchange of headers, whose wait is bounded; the
+other waits are the backend's own to bound (NCCL's watchdog may abort the process).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_comm.backends.c10d_peers import Peers
+from moe_comm.backends.c10d_transport import (
+    HEADER_BYTES,
+    Done,
+    Kind,
+    Phase,
+    Transfer,
+    Transport,
+)
+from moe_comm.group import backend_for
+
+# How often a bounded wait on a device looks at the clock, and at its peers' processes.
+_POLL_S = 0.0002
+_LOOK_S = 0.25
+
+
+class Collective(Transport):
+    """Collectives on uint8, over NCCL or any other backend."""
+
+    has_headers = False
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        peers: Peers,
+        alive: Sequence[int],
+        wait_s: float,
+        count: Callable[[int, int], None],
+    ) -> None:
+        super().__init__(pg, peers, alive, wait_s, count)
+        self.device = peers.device
+        # The list form takes each message from where it lies. Only NCCL's is known to work so.
+        self.has_lists = backend_for(pg, self.device.type) == "nccl"
+
+    def exchange_headers(
+        self, phase: Phase, headers: Tensor, among: Sequence[int] | None = None
+    ) -> Tensor:
+        """See Transport. A collective: all ranks take part, whoever they need to hear."""
+        del among
+        self.raise_if_lost()
+        for peer in self.others:
+            self.count(peer, HEADER_BYTES)
+        sends = headers[self.alive] if len(self.alive) < headers.shape[0] else headers
+        theirs = torch.empty_like(sends)
+        with self.errors(phase):
+            work = dist.all_to_all_single(theirs, sends.contiguous(), group=self.pg, async_op=True)
+        self.wait_work(phase, work)
+        host = self._to_host(phase, theirs)
+        out = torch.zeros(headers.shape, dtype=headers.dtype)
+        out[self.alive] = host
+        return out
+
+    def _to_host(self, phase: Phase, tensor: Tensor) -> Tensor:
+        """A bounded copy: torch's own would wait for ever where a peer never comes."""
+        if tensor.device.type == "cpu":
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        event = torch.Event(tensor.device)
+        event.record()
+        start = looked = time.monotonic()
+        while not event.query():
+            now = time.monotonic()
+            if now - looked > _LOOK_S:
+                looked = now
+                gone = self.peers.gone()
+                if gone or now - start > self.patience_s:
+                    peer = gone[0] if gone else None
+                    raise self.fail(phase, peer, "headers did not arrive")
+            if now - start > 0.001:
+                time.sleep(_POLL_S)
+        return host
+
+    def all_to_all(
+        self, phase: Phase, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], kind: Kind
+    ) -> Transfer:
+        """See Transport."""
+        del kind
+        self.raise_if_lost()
+        empty = torch.empty(0, dtype=torch.uint8, device=self.device)
+        for peer, tensor in sends.items():
+            self.count(peer, tensor.nbytes)
+        give = [sends.get(rank, empty).view(-1) for rank in self.alive]
+        take = [recvs.get(rank, empty).view(-1) for rank in self.alive]
+        if self.has_lists:
+            with self.errors(phase):
+                work = dist.all_to_all(take, give, group=self.pg, async_op=True)
+            return _CollectiveTransfer(self, phase, work, held=(give, take))
+        # One contiguous buffer each way; where only one peer has a message, that is the buffer.
+        packed = _as_one(give)
+        landing = _as_one(take, copy=False)
+        with self.errors(phase):
+            work = dist.all_to_all_single(
+                landing,
+                packed,
+                [tensor.numel() for tensor in take],
+                [tensor.numel() for tensor in give],
+                group=self.pg,
+                async_op=True,
+            )
+        copies = []
+        if sum(tensor.numel() > 0 for tensor in take) > 1:
+            parts = landing.split([tensor.numel() for tensor in take])
+            copies = list(zip(take, parts, strict=True))
+        return _CollectiveTransfer(self, phase, work, held=(packed, landing), copies=copies)
+
+    def all_gather(self, phase: Phase, buffer: Tensor, kind: Kind) -> Transfer:
+        """See Transport."""
+        self.raise_if_lost()
+        if buffer.numel() == 0:
+            return Done()
+        if len(self.alive) < buffer.shape[0]:
+            return self.all_to_all(
+                phase,
+                dict.fromkeys(self.others, buffer[self.rank]),
+                {peer: buffer[peer] for peer in self.others},
+                kind,
+            )
+        for peer in self.others:
+            self.count(peer, buffer[self.rank].nbytes)
+        with self.errors(phase):
+            work = dist.all_gather_into_tensor(
+                buffer.view(-1), buffer[self.rank], group=self.pg, async_op=True
+            )
+        return _CollectiveTransfer(self, phase, work, held=buffer)
+
+    def all_to_all_equal(self, phase: Phase, send: Tensor, recv: Tensor, kind: Kind) -> Transfer:
+        """See Transport."""
+        self.raise_if_lost()
+        if send.numel() == 0:
+            return Done()
+        if self.has_lists or len(self.alive) < send.shape[0]:
+            # Leaves out the copy of the own row.
+            return self.all_to_all(
+                phase,
+                {peer: send[peer] for peer in self.others},
+                {peer: recv[peer] for peer in self.others},
+                kind,
+            )
+        for peer in self.others:
+            self.count(peer, send[peer].nbytes)
+        with self.errors(phase):
+            work = dist.all_to_all_single(
+                recv.view(-1), send.view(-1), group=self.pg, async_op=True
+            )
+        return _CollectiveTransfer(self, phase, work, held=(send, recv))
+
+    def wait_work(self, phase: Phase, work: dist.Work | None) -> None:
+        """Let the current stream wait; on a CPU backend, block for a bounded time."""
+        if work is None:
+            return
+        with self.errors(phase):
+            if self.device.type == "cpu":
+                work.wait(datetime.timedelta(seconds=self.patience_s))
+            else:
+                work.wait()
+
+    @contextlib.contextmanager
+    def errors(self, phase: Phase) -> Iterator[None]:
+        """Turn what the backend raises into PeerTimeoutError."""
+        try:
+            yield
+        except (ValueError, TypeError, NotImplementedError):
+            raise
+        except RuntimeError as error:
+            gone = self.peers.gone()
+            detail = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            raise self.fail(phase, gone[0] if gone else None, detail) from error
+
+
+class _CollectiveTransfer(Transfer):
+    """See Collective; `copies` are (target, source) once it is there."""
+
+    def __init__(
+        self,
+        transport: Collective,
+        phase: Phase,
+        work: dist.Work | None,
+        *,
+        held: object,
+        copies: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> None:
+        self.transport, self.phase, self.work, self.held = transport, phase, work, held
+        self.copies = copies
+
+    def wait(self) -> None:
+        """See Transfer."""
+        work, self.work = self.work, None
+        self.transport.wait_work(self.phase, work)
+        for target, source in self.copies:
+            target.copy_(source)
+        self.copies = ()
+        self.held = None
+
+
+def _as_one(tensors: Sequence[Tensor], *, copy: bool = True) -> Tensor:
+    """The tensors one after another: the only non-empty one itself, else a new buffer."""
+    full = [tensor for tensor in tensors if tensor.numel()]
+    if len(full) == 1:
+        return full[0]
+    if copy:
+        return torch.cat(list(tensors))
+    return tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
