@@ -135,7 +135,10 @@ def _print_rich(lines: Sequence[Sequence[str]]) -> None:
     for line in lines:
         bad = line[-1] not in ("0", "-")
         table.add_row(*line, style="red" if bad else None)
-    Console().print(table)
+    console = Console()
+    # Figures are never cut: a narrow terminal wraps the lines instead.
+    console.width = max(console.width, max(map(len, plain_table(lines).splitlines())))
+    console.print(table)
 
 
 def markdown(document: Mapping[str, Any]) -> str:
