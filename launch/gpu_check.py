@@ -77,7 +77,7 @@ def summary_path(directory: Path, started: datetime.datetime) -> Path:
     """<date>_<device>x<n>_gpu-check.json."""
     count = torch.cuda.device_count()
     name = torch.cuda.get_device_name(0) if count else "none"
-    short = name.removeprefix("NVIDIA ").lower().replace(" ", "-")
+    short = name.lower().replace(" ", "-")
     return directory / f"{started:%Y-%m-%d}_{short}x{count}_gpu-check.json"
 
 

@@ -74,7 +74,7 @@ def test_json_on_stdout_is_nothing_but_json():
     assert ours[0]["limit_us"] is None
 
 
-@pytest.mark.parametrize("command", ["run", "check"])
+@pytest.mark.parametrize("command", [pytest.param("run", marks=pytest.mark.slow), "check"])
 def test_a_flipped_bit_exits_with_1_and_is_named(command):
     extra = ["--iters", "2", "--no-baseline"] if command == "run" else ["--wire", "bf16"]
     done = moe_bench(
