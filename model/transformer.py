@@ -151,7 +151,9 @@ class Transformer:
         plan = SequencePlan(batch)
         num_tokens = batch.num_tokens
         stream = AttnResState(
-            self.outer.embedding[batch.token_ids], self.config.attn_res_block_size
+            self.outer.embedding[batch.token_ids],
+            self.config.attn_res_block_size,
+            self.numerics.wide,
         )
         eps = self.config.rms_norm_eps
         for index, layer in enumerate(self.layers):
