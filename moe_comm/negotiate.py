@@ -8,10 +8,13 @@ step fails on any rank, all ranks take the next candidate, and the reasons are l
 from __future__ import annotations
 
 import logging
-import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -127,16 +130,26 @@ def _first_failure(verdicts: list[tuple[bool, str]]) -> str:
     return ""
 
 
-def _probe_target(
-    queue: Any,
-    probe: Callable[[EPConfig, Topology], Support],
-    config: EPConfig,
-    topology: Topology,
-) -> None:
+# Reads the parent's module path first: a pickle names modules. Answers on a pipe of its own, since
+# a library may print.
+_CHILD = """
+import pickle, sys
+stdin = sys.stdin.buffer
+sys.path[:] = pickle.load(stdin)
+from moe_comm.negotiate import _answer_probe
+_answer_probe(stdin, int(sys.argv[1]))
+"""
+
+
+def _answer_probe(given: IO[bytes], descriptor: int) -> None:
+    """The child's side."""
+    probe, config, topology = pickle.load(given)
     try:
-        queue.put(tuple(probe(config, topology)))
+        answer = tuple(probe(config, topology))
     except Exception as error:  # noqa: BLE001 - whatever it raises is the answer
-        queue.put((False, f"{type(error).__name__}: {error}", (), ()))
+        answer = (False, f"{type(error).__name__}: {error}", (), ())
+    with os.fdopen(descriptor, "wb") as pipe:
+        pickle.dump(answer, pipe)
 
 
 def _in_child(
@@ -146,20 +159,31 @@ def _in_child(
     *,
     timeout_s: float,
 ) -> Support:
-    """Run a probe where an abort of its library cannot hurt this process."""
-    context = multiprocessing.get_context("spawn")
-    queue = context.SimpleQueue()
-    child = context.Process(target=_probe_target, args=(queue, probe, config, topology))
-    child.daemon = True
-    child.start()
-    child.join(timeout_s)
-    if child.is_alive():
-        child.kill()
-        child.join()
-        return Support(False, f"its probe did not end within {timeout_s:g} s")
-    if queue.empty():
-        return Support(False, f"its probe ended the process (exit code {child.exitcode})")
-    return Support(*queue.get())
+    """Run a probe where an abort of its library cannot hurt this process.
+
+    A plain subprocess: a daemonic worker of a serving stack may not start multiprocessing's, and
+    those import the main script again.
+    """
+    read, write = os.pipe()
+    with os.fdopen(read, "rb") as pipe:
+        child = subprocess.Popen(
+            [sys.executable, "-c", _CHILD, str(write)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(write,),
+        )
+        os.close(write)
+        question = pickle.dumps(sys.path) + pickle.dumps((probe, config, topology))
+        try:
+            child.communicate(question, timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+            return Support(False, f"its probe did not end within {timeout_s:g} s")
+        answer = pipe.read()
+    if not answer:
+        return Support(False, f"its probe ended the process (exit code {child.returncode})")
+    return Support(*pickle.loads(answer))
 
 
 def _under_watchdog(
