@@ -18,8 +18,9 @@ import triton.language as tl
 from moe_comm.kernels.quantize import quantize_groups, scale_to_f32, through_wire
 from moe_comm.kernels.signal import (
     arrive,
-    is_fatal,
+    is_usable,
     release,
+    release_target,
     reset_arrivals,
     settle,
     wait,
@@ -118,20 +119,23 @@ def _round_to_wire(partial, y_type: tl.constexpr, WIRE: tl.constexpr, GROUP: tl.
 
 @triton.jit(
     do_not_specialize=[
-        "rank", "num_rows", "bucket", "channel", "dispatch_channel", "send_programs", "timeout_ns"
+        "rank", "num_rows", "bucket", "channel", "dispatch_channel", "first_chunk", "send_chunks",
+        "send_programs", "timeout_ns",
     ]
 )  # fmt: skip
 def _combine_kernel(
     y_ptr, order_ptr, order_weights_ptr, order_count_ptr, fold_rank_ptr, fold_count_ptr,
     bias_ptr, out_ptr, alive_ptr, peers_ptr, partials_ptr, partial_scales_ptr, rows_offset,
-    scales_offset, flags_offset, flags_ptr, state_ptr, status_ptr, channel, dispatch_channel,
-    rank, bucket, num_rows, send_programs, timeout_ns,
+    scales_offset, flags_offset, flags_ptr, state_ptr, status_ptr, channel,
+    dispatch_channel, rank, bucket, num_rows, first_chunk, send_chunks, send_programs,
+    timeout_ns,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
     UNROLL: tl.constexpr, FOLD_UNROLL: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr,
     GROUP: tl.constexpr, VALUE_BYTES: tl.constexpr, ROWS_LAYOUT: tl.constexpr,
-    APPLIED: tl.constexpr, ROW_ALIGN: tl.constexpr, HAS_BIAS: tl.constexpr, CHUNKS: tl.constexpr,
-    NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr, SEND: tl.constexpr,
-    RECEIVE: tl.constexpr, POLL: tl.constexpr, INTERPRET: tl.constexpr,
+    APPLIED: tl.constexpr, ROW_ALIGN: tl.constexpr, HAS_BIAS: tl.constexpr,
+    CHUNKS: tl.constexpr, NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr,
+    RELEASE_AFTER: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr, POLL: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     blocks: tl.constexpr = (H + BLOCK - 1) // BLOCK
@@ -139,10 +143,15 @@ def _combine_kernel(
     chunk_tokens = (bucket + CHUNKS - 1) // CHUNKS
     if SEND:
         if program < send_programs:
-            usable = is_fatal(status_ptr, POLL) == 0
+            usable = is_usable(status_ptr)
             if program == 0:
                 settle(state_ptr, dispatch_channel, 2, 2, NUM_CHANNELS)
-            for chunk in range(CHUNKS):
+            for chunk in range(first_chunk, first_chunk + send_chunks):
+                if RELEASE_AFTER:
+                    count = wanted(state_ptr, channel + chunk)
+                    target = release_target(
+                        peers_ptr, alive_ptr, flags_offset, channel + chunk, rank, R, RP
+                    )
                 begin = tl.minimum(chunk * chunk_tokens, bucket)
                 size = tl.minimum(bucket - begin, chunk_tokens)
                 for item in range(program, size * (R - 1) * blocks, send_programs):
@@ -151,20 +160,21 @@ def _combine_kernel(
                     # Each rank starts with its right neighbour.
                     peer = (rank + 1 + (item // blocks) % (R - 1)) % R
                     row = peer.to(tl.int64) * bucket + token
-                    count = tl.load(order_count_ptr + row)
-                    if (count > 0) & usable & (tl.load(alive_ptr + peer) != 0):
+                    # No row of a masked rank has a choice here, so nothing is put to one.
+                    choices = tl.load(order_count_ptr + row)
+                    if choices > 0:
                         _put_partial(
-                            y_ptr, order_ptr, order_weights_ptr, row, count, block, y_type,
-                            tl.load(peers_ptr + peer), rows_offset, scales_offset,
+                            y_ptr, order_ptr, order_weights_ptr, row, choices, usable, block,
+                            y_type, tl.load(peers_ptr + peer), rows_offset, scales_offset,
                             rank.to(tl.int64) * bucket + token, H, G, K, BLOCK, WIRE, GROUP,
                             VALUE_BYTES, ROWS_LAYOUT, APPLIED, ROW_ALIGN, UNROLL,
                         )  # fmt: skip
-                if arrive(state_ptr, channel + chunk, NUM_CHANNELS) == send_programs - 1:
-                    reset_arrivals(state_ptr, channel + chunk, NUM_CHANNELS)
-                    if usable:
+                if RELEASE_AFTER:
+                    if arrive(state_ptr, channel + chunk, NUM_CHANNELS) == send_programs - 1:
+                        reset_arrivals(state_ptr, channel + chunk, NUM_CHANNELS)
                         release(
-                            peers_ptr, alive_ptr, state_ptr, flags_offset, channel + chunk,
-                            tl.full((), 0, tl.int32), rank, NUM_CHANNELS, R, RP,
+                            target, state_ptr, channel + chunk, count, tl.full((), 0, tl.int32),
+                            usable, NUM_CHANNELS, RP,
                         )  # fmt: skip
     if RECEIVE:
         if program >= send_programs:
@@ -223,7 +233,8 @@ def _combine_kernel(
 
 @triton.jit
 def _put_partial(
-    y_ptr, order_ptr, order_weights_ptr, row, count, block, y_type: tl.constexpr, base, rows_offset,
+    y_ptr, order_ptr, order_weights_ptr, row, choices, usable, block, y_type: tl.constexpr, base,
+    rows_offset,
     scales_offset, target, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
     WIRE: tl.constexpr, GROUP: tl.constexpr, VALUE_BYTES: tl.constexpr, ROWS_LAYOUT: tl.constexpr,
     APPLIED: tl.constexpr, ROW_ALIGN: tl.constexpr, UNROLL: tl.constexpr,
@@ -235,22 +246,24 @@ def _put_partial(
         partial = tl.load(y_ptr + row * H + column, mask=in_row, other=0.0).to(tl.float32)
     else:
         partial = ordered_sum(
-            y_ptr, order_ptr, order_weights_ptr, row, count, column, in_row, H, K, BLOCK, APPLIED,
-            UNROLL,
+            y_ptr, order_ptr, order_weights_ptr, row, choices, column, in_row, H, K, BLOCK,
+            APPLIED, UNROLL,
         )  # fmt: skip
     rounded = partial.to(y_type)
+    writes = usable != 0
     at = base + rows_offset + target * (H * VALUE_BYTES)
     if WIRE != 0:
         values, scale = quantize_groups(rounded.to(tl.float32), WIRE == 2, GROUP, BLOCK)
         rows_ptr = tl.multiple_of(at.to(tl.pointer_type(values.dtype)), ROW_ALIGN)
-        tl.store(rows_ptr + column, values, mask=in_row)
+        tl.store(rows_ptr + column, values, mask=in_row & writes)
         group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
         at_g = base + scales_offset + target * (G * scale.dtype.primitive_bitwidth // 8)
-        tl.store(at_g.to(tl.pointer_type(scale.dtype)) + group, scale, mask=group < G)
+        scales_ptr = at_g.to(tl.pointer_type(scale.dtype))
+        tl.store(scales_ptr + group, scale, mask=(group < G) & writes)
     else:
         # Rows are aligned, which a loaded address does not show to the compiler.
         rows_ptr = tl.multiple_of(at.to(tl.pointer_type(y_type)), ROW_ALIGN)
-        tl.store(rows_ptr + column, rounded, mask=in_row)
+        tl.store(rows_ptr + column, rounded, mask=in_row & writes)
 
 
 @triton.jit

@@ -24,46 +24,32 @@ import triton.language as tl
 ONE_LAUNCH_CHOICES = 8192
 QUERIES = 32
 CHUNK = 256
-SCANNED = 16
+SCANNED = 8
 
 
 class Order(NamedTuple):
     """Choices of each row in order of k. position int32 [M, K]: expert row of the row's n-th
     choice here, -1 where it was dropped; weights fp32 [M, K] of the same; count int32 [M]: choices
-    here. received_weights fp32 [M, K] is where weights are read."""
+    here. Read: received_weights fp32 [M, K], and readable int32 [1], how many of all choices may
+    be read; the others count as not here."""
 
     position: torch.Tensor
     weights: torch.Tensor
     count: torch.Tensor
     received_weights: torch.Tensor
+    readable: torch.Tensor
 
 
 @triton.jit
-def is_real_row(row, tokens_ptr, alive_ptr, inside, bucket, STRIDE: tl.constexpr):
-    """Whether received rows lie within their source's tokens: int32 tokens_ptr[source * STRIDE],
-    none where alive_ptr[source] is 0. With STRIDE 0 all rows inside are real."""
-    if STRIDE > 0:
-        source = row // bucket
-        valid = tl.load(tokens_ptr + source * STRIDE, mask=inside, other=0)
-        valid = valid * tl.load(alive_ptr + source, mask=inside, other=0)
-        inside = inside & (row - source * bucket < valid)
-    return inside
-
-
-@triton.jit
-def load_ids(
-    ids_ptr, tokens_ptr, alive_ptr, i, num_choices, bucket, K: tl.constexpr, STRIDE: tl.constexpr
-):
-    """Local ids of choices i; -1 past the end and on rows that are not real."""
-    inside = is_real_row(i // K, tokens_ptr, alive_ptr, i < num_choices, bucket, STRIDE)
-    return tl.load(ids_ptr + i, mask=inside, other=-1)
+def load_ids(ids_ptr, i, num_readable):
+    """Local ids of choices i; -1 from num_readable on."""
+    return tl.load(ids_ptr + i, mask=i < num_readable, other=-1)
 
 
 @triton.jit
 def write_order(
-    i, ids, position, ids_ptr, tokens_ptr, alive_ptr, order_ptr, order_weights_ptr, count_ptr,
-    weights_ptr, num_choices, num_readable, bucket, K: tl.constexpr, KP: tl.constexpr,
-    STRIDE: tl.constexpr,
+    i, ids, position, ids_ptr, order_ptr, order_weights_ptr, count_ptr, weights_ptr, num_choices,
+    num_readable, K: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """Choices i, whose local ids and positions are given, into their rows' order.
 
@@ -72,8 +58,7 @@ def write_order(
     row = i // K
     k = i - row * K
     column = tl.arange(0, KP)
-    real = is_real_row(row, tokens_ptr, alive_ptr, i < num_readable, bucket, STRIDE)
-    inside = real[:, None] & (column < K)[None, :]
+    inside = (i < num_readable)[:, None] & (column < K)[None, :]
     row_ids = tl.load(ids_ptr + (row * K)[:, None] + column[None, :], mask=inside, other=-1)
     present = (row_ids >= 0).to(tl.int32)
     place = tl.sum(tl.where(column[None, :] < k[:, None], present, 0), 1)
@@ -89,10 +74,9 @@ def write_order(
 
 @triton.jit
 def rank_by_counting(
-    program, ids_ptr, tokens_ptr, alive_ptr, offsets_ptr, row_index_ptr, position_ptr, order_ptr,
-    order_weights_ptr, count_ptr, weights_ptr, status_ptr, num_choices, num_readable, bucket,
-    capacity, L, K: tl.constexpr, KP: tl.constexpr, QUERY: tl.constexpr, BLOCK: tl.constexpr,
-    STRIDE: tl.constexpr, ORDER: tl.constexpr,
+    program, ids_ptr, offsets_ptr, row_index_ptr, position_ptr, order_ptr, order_weights_ptr,
+    count_ptr, weights_ptr, status_ptr, num_choices, num_readable, capacity, L, K: tl.constexpr,
+    KP: tl.constexpr, QUERY: tl.constexpr, BLOCK: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """One program's QUERY choices, or, after the programs of all choices, its QUERY experts: how
     many keys (expert << 16 | choice) are smaller. For a choice that is its position, for an expert
@@ -107,16 +91,18 @@ def rank_by_counting(
     i = program * QUERY + query
     expert = i - choice_programs * QUERY
     readable = tl.where(of_choices, num_readable, 0)
-    ids = load_ids(ids_ptr, tokens_ptr, alive_ptr, i, readable, bucket, K, STRIDE)
+    ids = load_ids(ids_ptr, i, readable)
     key = tl.where(of_choices, (ids << 16) + i, expert << 16)
     smaller = tl.zeros([QUERY, BLOCK], tl.int32)
     present = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, num_choices, BLOCK):
-        j = start + tl.arange(0, BLOCK)
-        others = load_ids(ids_ptr, tokens_ptr, alive_ptr, j, num_readable, bucket, K, STRIDE)
-        keys = tl.where(others >= 0, (others << 16) + j, 0x7FFFFFFF)
-        smaller += (keys[None, :] < key[:, None]).to(tl.int32)
-        present += (others >= 0).to(tl.int32)
+    for start in range(0, num_choices, 4 * BLOCK):
+        # Unrolled, so that four blocks of keys are on their way together.
+        for step in tl.static_range(4):
+            j = start + step * BLOCK + tl.arange(0, BLOCK)
+            others = load_ids(ids_ptr, j, num_readable)
+            keys = tl.where(others >= 0, (others << 16) + j, 0x7FFFFFFF)
+            smaller += (keys[None, :] < key[:, None]).to(tl.int32)
+            present += (others >= 0).to(tl.int32)
     rank = tl.sum(smaller, 1)
     total = tl.sum(present, 0)
     if of_choices:
@@ -128,8 +114,8 @@ def rank_by_counting(
         tl.store(row_index_ptr + i, -1, mask=(i >= total) & (i < capacity))
         if ORDER:
             write_order(
-                i, ids, position, ids_ptr, tokens_ptr, alive_ptr, order_ptr, order_weights_ptr,
-                count_ptr, weights_ptr, num_choices, num_readable, bucket, K, KP, STRIDE,
+                i, ids, position, ids_ptr, order_ptr, order_weights_ptr, count_ptr, weights_ptr,
+                num_choices, num_readable, K, KP,
             )  # fmt: skip
     else:
         tl.store(offsets_ptr + expert, tl.minimum(rank, capacity), mask=expert <= L)
@@ -137,30 +123,31 @@ def rank_by_counting(
             tl.atomic_or(status_ptr, 2)
 
 
-@triton.jit(do_not_specialize=["num_choices", "bucket", "capacity", "L"])
+@triton.jit(do_not_specialize=["num_choices", "capacity", "L"])
 def _one_launch_kernel(
-    ids_ptr, tokens_ptr, alive_ptr, offsets_ptr, row_index_ptr, position_ptr, order_ptr,
-    order_weights_ptr, count_ptr, weights_ptr, status_ptr, num_choices, bucket, capacity, L,
-    K: tl.constexpr, KP: tl.constexpr, QUERY: tl.constexpr, BLOCK: tl.constexpr,
-    STRIDE: tl.constexpr, ORDER: tl.constexpr,
+    ids_ptr, offsets_ptr, row_index_ptr, position_ptr, order_ptr, order_weights_ptr, count_ptr,
+    weights_ptr, status_ptr, num_choices, capacity, L, K: tl.constexpr, KP: tl.constexpr,
+    QUERY: tl.constexpr, BLOCK: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     rank_by_counting(
-        tl.program_id(0), ids_ptr, tokens_ptr, alive_ptr, offsets_ptr, row_index_ptr, position_ptr,
-        order_ptr, order_weights_ptr, count_ptr, weights_ptr, status_ptr, num_choices, num_choices,
-        bucket, capacity, L, K, KP, QUERY, BLOCK, STRIDE, ORDER,
+        tl.program_id(0), ids_ptr, offsets_ptr, row_index_ptr, position_ptr, order_ptr,
+        order_weights_ptr, count_ptr, weights_ptr, status_ptr, num_choices, num_choices, capacity,
+        L, K, KP, QUERY, BLOCK, ORDER,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_choices", "bucket", "L"])
+@triton.jit(do_not_specialize=["num_choices", "L"])
 def _count_kernel(
-    ids_ptr, tokens_ptr, alive_ptr, counts_ptr, totals_ptr, num_choices, bucket, L,
-    K: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, STRIDE: tl.constexpr,
+    ids_ptr, readable_ptr, counts_ptr, totals_ptr, num_choices, L, BLOCK: tl.constexpr,
+    BINS: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """counts [chunks, L]: choices of each expert in this program's chunk; added to totals [L],
     which were 0. The last bin takes the choices that are not here."""
     chunk = tl.program_id(0)
-    i = chunk * BLOCK + tl.arange(0, BLOCK)
-    ids = load_ids(ids_ptr, tokens_ptr, alive_ptr, i, num_choices, bucket, K, STRIDE)
+    num_readable = num_choices
+    if ORDER:
+        num_readable = tl.load(readable_ptr)
+    ids = load_ids(ids_ptr, chunk * BLOCK + tl.arange(0, BLOCK), num_readable)
     bins = tl.histogram(tl.where(ids >= 0, ids, BINS - 1), BINS)
     experts = tl.arange(0, BINS)
     tl.store(counts_ptr + chunk.to(tl.int64) * L + experts, bins, mask=experts < L)
@@ -195,25 +182,26 @@ def _scan_kernel(
         running += tl.sum(tile, 0)
 
 
-@triton.jit(do_not_specialize=["num_choices", "bucket", "capacity", "L"])
+@triton.jit(do_not_specialize=["num_choices", "capacity", "L"])
 def _place_kernel(
-    ids_ptr, tokens_ptr, alive_ptr, starts_ptr, offsets_ptr, row_index_ptr, position_ptr,
-    order_ptr, order_weights_ptr, count_ptr, weights_ptr, num_choices, bucket, capacity, L,
-    K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
-    ORDER: tl.constexpr,
+    ids_ptr, readable_ptr, starts_ptr, totals_ptr, offsets_ptr, row_index_ptr, position_ptr,
+    order_ptr, order_weights_ptr, count_ptr, weights_ptr, num_choices, capacity, L, K: tl.constexpr,
+    KP: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
-    """Each program places its chunk's choices, and clears its share of row_index's tail."""
+    """Each program places its chunk's choices and clears its share of row_index's tail; the first
+    clears totals for the next call."""
     chunk = tl.program_id(0)
     order = tl.arange(0, BLOCK)
     i = chunk * BLOCK + order
-    ids = load_ids(ids_ptr, tokens_ptr, alive_ptr, i, num_choices, bucket, K, STRIDE)
+    num_readable = num_choices
+    if ORDER:
+        num_readable = tl.load(readable_ptr)
+    ids = load_ids(ids_ptr, i, num_readable)
     here = ids >= 0
     earlier = tl.zeros([BLOCK], tl.int32)
     for first in range(0, BLOCK, 32):
         j = first + tl.arange(0, 32)
-        others = load_ids(
-            ids_ptr, tokens_ptr, alive_ptr, chunk * BLOCK + j, num_choices, bucket, K, STRIDE
-        )
+        others = load_ids(ids_ptr, chunk * BLOCK + j, num_readable)
         same = (ids[:, None] == others[None, :]) & (j[None, :] < order[:, None])
         earlier += tl.sum(same.to(tl.int32), 1)
     start = tl.load(starts_ptr + chunk.to(tl.int64) * L + ids, mask=here, other=0)
@@ -224,10 +212,13 @@ def _place_kernel(
     tl.store(position_ptr + i, position, mask=i < num_choices)
     total = tl.load(offsets_ptr + L)
     tl.store(row_index_ptr + i, -1, mask=(i >= total) & (i < capacity))
+    if chunk == 0:
+        every = tl.arange(0, BINS)
+        tl.store(totals_ptr + every, tl.zeros([BINS], tl.int32), mask=every < L)
     if ORDER:
         write_order(
-            i, ids, position, ids_ptr, tokens_ptr, alive_ptr, order_ptr, order_weights_ptr,
-            count_ptr, weights_ptr, num_choices, num_choices, bucket, K, KP, STRIDE,
+            i, ids, position, ids_ptr, order_ptr, order_weights_ptr, count_ptr, weights_ptr,
+            num_choices, num_readable, K, KP,
         )  # fmt: skip
 
 
@@ -237,9 +228,9 @@ def expert_index(
     num_local_experts: int,
     capacity: int,
     status: torch.Tensor,
-    sources: tuple[torch.Tensor, torch.Tensor, int] | None = None,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     order: Order | None = None,
+    workspace: torch.Tensor | None = None,
     one_launch: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Group received rows by local expert, as moe_comm.layout.expert_index, with no host sync.
@@ -248,10 +239,10 @@ def expert_index(
         local_idx: [M, K] int32 contiguous, local ids below 2^15.
         num_local_experts: L. capacity: length of row_index, at most M * K.
         status: int32 [>= 1]; bit 2 is set where choices were dropped beyond the capacity.
-        sources: (tokens int32 [R], alive int32 [R], bucket): row m is token m % bucket of source
-            m // bucket, and ids past a live source's tokens are not read. None: all are valid.
         out: (expert_offsets [L + 1], row_index [capacity], choice_position [M, K]), int32.
         order: filled where given.
+        workspace: int32, at least workspace_size() and 0 on its first L entries, which it is again
+            afterwards. None: allocated.
         one_launch: which way; None: by the number of choices.
 
     Returns: out.
@@ -265,9 +256,7 @@ def expert_index(
             torch.empty(num_rows, num_topk, dtype=torch.int32, device=device),
         )
     offsets, row_index, position = out
-    tokens, alive, bucket = sources if sources is not None else (local_idx, local_idx, 1)
-    stride = 0 if sources is None else 1
-    ordered = order if order is not None else Order(position, position, position, position)
+    ordered = order if order is not None else Order(*[position] * 5)
     topk_p = triton.next_power_of_2(num_topk)
     if num_choices == 0 or experts == 0:
         offsets.zero_()
@@ -278,30 +267,38 @@ def expert_index(
     elif one_launch if one_launch is not None else num_choices <= ONE_LAUNCH_CHOICES:
         grid = (one_launch_programs(num_choices, experts),)
         _one_launch_kernel[grid](
-            local_idx, tokens, alive, offsets, row_index, position, *ordered, status, num_choices,
-            bucket, capacity, experts, K=num_topk, KP=topk_p, QUERY=QUERIES,
-            BLOCK=one_launch_block(num_choices), STRIDE=stride, ORDER=order is not None,
-            num_warps=8,
+            local_idx, offsets, row_index, position, *ordered[:4], status, num_choices,
+            capacity, experts, K=num_topk, KP=topk_p, QUERY=QUERIES,
+            BLOCK=one_launch_block(num_choices),
+            ORDER=order is not None, num_warps=8,
         )  # fmt: skip
     else:
         chunks = triton.cdiv(num_choices, CHUNK)
-        counts = torch.empty(chunks, experts, dtype=torch.int32, device=device)
-        totals = torch.zeros(experts, dtype=torch.int32, device=device)
+        if workspace is None:
+            size = workspace_size(num_choices, experts)
+            workspace = torch.empty(size, dtype=torch.int32, device=device)
+            workspace[:experts].zero_()
+        totals, counts = workspace[:experts], workspace[experts:]
         bins = triton.next_power_of_2(experts + 1)
         _count_kernel[(chunks,)](
-            local_idx, tokens, alive, counts, totals, num_choices, bucket, experts, K=num_topk,
-            BLOCK=CHUNK, BINS=bins, STRIDE=stride,
+            local_idx, ordered.readable, counts, totals, num_choices, experts, BLOCK=CHUNK,
+            BINS=bins, ORDER=order is not None,
         )  # fmt: skip
         _scan_kernel[(triton.cdiv(experts, SCANNED),)](
             counts, totals, offsets, status, chunks, capacity, experts, EXPERTS=SCANNED,
-            ROWS=min(256, triton.next_power_of_2(chunks)), BINS=bins,
+            ROWS=min(256, triton.next_power_of_2(chunks)), BINS=bins, num_warps=8,
         )  # fmt: skip
         _place_kernel[(chunks,)](
-            local_idx, tokens, alive, counts, offsets, row_index, position, *ordered, num_choices,
-            bucket, capacity, experts, K=num_topk, KP=topk_p, BLOCK=CHUNK, STRIDE=stride,
-            ORDER=order is not None,
+            local_idx, ordered.readable, counts, totals, offsets, row_index, position,
+            *ordered[:4], num_choices, capacity, experts, K=num_topk, KP=topk_p, BLOCK=CHUNK,
+            BINS=bins, ORDER=order is not None, num_warps=8,
         )  # fmt: skip
     return out
+
+
+def workspace_size(num_choices: int, num_local_experts: int) -> int:
+    """int32 entries that the three launches need: totals [L] and counts [chunks, L]."""
+    return num_local_experts * (1 + triton.cdiv(num_choices, CHUNK))
 
 
 def one_launch_programs(num_choices: int, num_local_experts: int) -> int:

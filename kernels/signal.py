@@ -69,25 +69,43 @@ def is_fatal(status_ptr, POLL: tl.constexpr):
 
 
 @triton.jit
+def is_usable(status_ptr):
+    """0 after a timeout or a phase error. A plain read, so warps may differ for a moment: only for
+    masks of stores, never for a branch."""
+    return ((tl.load(status_ptr, volatile=True) & FATAL) == 0).to(tl.int32)
+
+
+@triton.jit
+def release_target(
+    peers_ptr, alive_ptr, flags_offset, channel, rank, R: tl.constexpr, RP: tl.constexpr
+):
+    """int64 [RP] addresses of this rank's word on every live rank, 0 elsewhere. Asked for early,
+    so that a release does not wait for it."""
+    ranks = tl.arange(0, RP)
+    live = (ranks < R) & (tl.load(alive_ptr + ranks, mask=ranks < R, other=0) != 0)
+    base = tl.load(peers_ptr + ranks, mask=live, other=0)
+    return tl.where(live, base + flags_offset + (channel * R + rank) * 8, 0)
+
+
+@triton.jit
 def release(
-    peers_ptr, alive_ptr, state_ptr, flags_offset, channel, num_tokens, rank,
-    NUM_CHANNELS: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+    target, state_ptr, channel, count, num_tokens, usable, NUM_CHANNELS: tl.constexpr,
+    RP: tl.constexpr,
 ):  # fmt: skip
-    """Count one release on `channel` and tell every live rank, this one included. One program
-    calls it, after everything the release speaks of is ordered before it.
+    """Release `channel` for the `count`-th time (wanted()) on every live rank, this one included.
+    One program calls it, after everything the release speaks of is ordered before it. Not after a
+    failure: where `usable` is 0 nothing is released.
 
     Example: R = 2, rank 1, third release on channel 0, 5 tokens: word (0, 1) of both ranks becomes
     (3 << 32) | 5.
     """
-    count = tl.load(state_ptr + channel) + 1
-    tl.store(state_ptr + NUM_CHANNELS + channel, 1)
+    tl.store(state_ptr + NUM_CHANNELS + channel, 1, mask=usable != 0)
     tl.debug_barrier()
-    ranks = tl.arange(0, RP)
-    live = (ranks < R) & (tl.load(alive_ptr + ranks, mask=ranks < R, other=0) != 0)
-    base = tl.load(peers_ptr + ranks, mask=live, other=0)
-    word_ptr = (base + flags_offset + (channel * R + rank) * 8).to(tl.pointer_type(tl.int64))
     word = (count.to(tl.int64) << 32) | num_tokens.to(tl.int64)
-    tl.atomic_xchg(word_ptr, tl.zeros([RP], tl.int64) + word, mask=live, sem="release", scope="sys")
+    tl.atomic_xchg(
+        target.to(tl.pointer_type(tl.int64)), tl.zeros([RP], tl.int64) + word,
+        mask=(target != 0) & (usable != 0), sem="release", scope="sys",
+    )  # fmt: skip
 
 
 @triton.jit

@@ -27,6 +27,7 @@ from moe_comm.config import EPConfig
 from moe_comm.errors import SlotError
 from moe_comm.group import Group
 from moe_comm.handle import Dispatched, DispatchHandle
+from moe_comm.placement import ExpertPlacement
 from moe_comm.status import Status
 from moe_comm.symmetric import SymmetricMemory, TorchSymmetricMemory
 from moe_comm.topology import Topology
@@ -134,6 +135,11 @@ class SlabCommunicator(Communicator):
             )
         self.engine.mask_rank(rank)
         self._busy_slots.clear()
+
+    def update_placement(self, placement: ExpertPlacement) -> None:
+        """As Communicator.update_placement; masked ranks stay masked."""
+        super().update_placement(placement)
+        self.engine.refresh_routing()
 
     def _close(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -63,7 +63,8 @@ def region_sizes(config: EPConfig, num_ranks: int) -> dict[str, int]:
 class _Slot:
     """Private memory of a slot, int32 but for the weights. Of this rank's tokens: choice_rank
     [B, K], and the ranks of each in the order combine adds, fold_rank [B, K] and fold_count [B].
-    Of received rows: tokens [R], offsets [L + 1], row_index [capacity], position [R * B, K], and
+    Of received rows: tokens [R], readable [1] (choices that may be
+    read), offsets [L + 1], row_index [capacity], position [R * B, K], and
     each row's choices here without gaps, order and order_weights [R * B, K], order_count
     [R * B]."""
 
@@ -71,6 +72,7 @@ class _Slot:
     fold_rank: Tensor
     fold_count: Tensor
     tokens: Tensor
+    readable: Tensor
     offsets: Tensor
     row_index: Tensor
     position: Tensor
@@ -103,10 +105,13 @@ class SlabEngine:
         tuning: SlabTuning | None = None,
     ) -> None:
         from moe_comm.kernels import signal
+        from moe_comm.kernels.expert_index import workspace_size
 
         self.config, self.rank, self.num_ranks = config, rank, num_ranks
         self.num_local_experts, self.memory = num_local_experts, memory
-        self.copy_table, self.num_copies = copy_table, num_copies
+        self._copy_table, self.num_copies = copy_table, num_copies
+        # The copy table with the ranks that are masked taken out; read by captured graphs.
+        self.routing_table = copy_table.clone()
         self.tuning = tuning or SlabTuning()
         self.device = device = memory.block.device
         self._interpret = device.type == "cpu"
@@ -129,6 +134,7 @@ class SlabEngine:
                 fold_rank=ints_of(self._bucket, width),
                 fold_count=ints_of(self._bucket),
                 tokens=ints_of(num_ranks),
+                readable=ints_of(1),
                 offsets=ints_of(num_local_experts + 1),
                 row_index=ints_of(capacity),
                 position=ints_of(rows, width),
@@ -139,7 +145,9 @@ class SlabEngine:
             for _ in range(config.num_slots)
         ]
         self._empty = torch.zeros(1, **ints)
-        self._scratch = torch.zeros(num_ranks, **ints)
+        self._rank_numbers = torch.arange(num_ranks, device=device)
+        choices = rows * width
+        self._workspace = torch.zeros(workspace_size(choices, num_local_experts), **ints)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._common: dict[str, Any] = {
             "R": num_ranks,
@@ -164,64 +172,134 @@ class SlabEngine:
         """Enqueue the halves asked for; the result where `receive`."""
         plan = self.tuning.plan(self.config, self.num_ranks, call.bucket)
         if plan.mode == "low-latency":
-            if send:
-                self._put(call, plan, rows_to=2)
-            if receive:
-                self._receive(call)
+            self._dispatch_kernel(call, plan, send=send, receive=receive)
         else:
             self._dispatch_by_copies(call, plan, send=send, receive=receive)
         return self._dispatched(call, plan) if receive else None
 
     def combine(self, call: CombineCall, *, send: bool, receive: bool) -> Tensor | None:
         """Enqueue the halves asked for; the combined rows where `receive`."""
-        from moe_comm.kernels.combine import _combine_kernel
-        from moe_comm.kernels.signal import COMBINE, DISPATCH
-
-        handle, config = call.handle, self.config
-        plan = self.tuning.plan(config, self.num_ranks, handle.bucket)
-        wire, hidden, bucket = config.return_wire, config.hidden, handle.bucket
+        plan = self.tuning.plan(self.config, self.num_ranks, call.handle.bucket)
         y = call.y.contiguous()
-        value = wire.value_dtype or y.dtype
         out = call.out
         if out is None:
-            out = torch.empty(handle.num_rows, hidden, dtype=y.dtype, device=self.device)
+            shape = (call.handle.num_rows, self.config.hidden)
+            out = torch.empty(shape, dtype=y.dtype, device=self.device)
         target = out if out.is_contiguous() else torch.empty_like(out).contiguous()
-        bias = self._summed_bias(call)
-        slot, width = self._slots[handle.slot], self.num_ranks * bucket
-        block, warps = self._block(wire, combine=True)
-        blocks = -(-hidden // block)
-        remote_items = bucket * (self.num_ranks - 1) * blocks
-        senders = min(max(remote_items, 1), plan.combine_send_programs) if send else 0
-        receivers = min(max(handle.num_rows * blocks, 1), plan.combine_receive_programs)
-        groups = wire.num_groups(hidden)
-        # As many loads in flight as a row has choices here on average.
-        unroll = min(8, max(2, next_power_of_2(-(-config.num_topk // self.num_ranks))))
-        _combine_kernel[(senders + (receivers if receive else 0),)](
-            y, slot.order, slot.order_weights, slot.order_count, slot.fold_rank, slot.fold_count,
-            bias if bias is not None else target, target, self.alive, self.memory.peers,
-            self.memory.view(
-                "combine_rows", (width, hidden), value,
-                offset=self._offset("combine_rows", handle.slot),
-            ),
-            self._scales_view("combine_scales", handle.slot, width, wire),
-            self._base("combine_rows", handle.slot), self._base("combine_scales", handle.slot),
-            self.memory.regions.offsets["flags"], self.flags, self.state, self.status,
-            self._channel(handle.slot, COMBINE), self._channel(handle.slot, DISPATCH), self.rank,
-            bucket, handle.num_rows, senders,
-            self._timeout_ns(),
-            H=hidden, G=max(groups, 1), K=config.num_topk, BLOCK=block,
-            UNROLL=unroll, FOLD_UNROLL=min(4, next_power_of_2(self.num_ranks)),
-            WIRE=_WIRE_CODE[wire.name], GROUP=wire.group or block,
-            VALUE_BYTES=value.itemsize, ROW_ALIGN=_alignment(hidden * value.itemsize),
-            ROWS_LAYOUT=call.layout == "rows",
-            APPLIED=call.weights_applied, HAS_BIAS=bias is not None, CHUNKS=plan.combine_chunks,
-            SEND=send, RECEIVE=receive, POLL=self._poll(warps), num_warps=warps, **self._common,
-        )  # fmt: skip
+        if plan.combine_mode == "low-latency":
+            self._combine_kernel(call, plan, y, target, send=send, receive=receive)
+        else:
+            if send:
+                self._combine_by_copies(call, plan, y, target)
+            if receive:
+                self._combine_kernel(call, plan, y, target, send=False, receive=True)
+                self._join()
         if not receive:
             return None
         if target is not out:
             out.copy_(target)
         return out
+
+    def _combine_kernel(
+        self, call: CombineCall, plan: Plan, y: Tensor, target: Tensor, *, send: bool,
+        receive: bool, staging: Tensor | None = None, chunk: int | None = None,
+    ) -> None:  # fmt: skip
+        """Partial sums and final sum. With `staging`, one chunk's partial sums go there instead of
+        to the peers, and nothing is released."""
+        from moe_comm.kernels.combine import _combine_kernel
+        from moe_comm.kernels.signal import COMBINE, DISPATCH
+
+        handle, config = call.handle, self.config
+        wire, hidden, bucket = config.return_wire, config.hidden, handle.bucket
+        value = wire.value_dtype or y.dtype
+        bias = self._summed_bias(call)
+        slot, number = self._slots[handle.slot], handle.slot
+        block, warps = self._block(wire, combine=True)
+        blocks, chunks = -(-hidden // block), plan.combine_chunks
+        tokens = bucket if chunk is None else -(-bucket // chunks)
+        remote_items = tokens * (self.num_ranks - 1) * blocks
+        limit = plan.combine_send_programs
+        senders = min(max(remote_items, 1), limit) if send else 0
+        receivers = min(max(handle.num_rows * blocks, 1), plan.combine_receive_programs)
+        peers = self.memory.peers
+        rows_at, scales_at = (
+            self._base("combine_rows", number),
+            self._base("combine_scales", number),
+        )
+        if staging is not None:
+            peers, rows_at, scales_at = self._staging_table(staging, bucket, y.dtype)
+        # As many loads in flight as a row has choices here on average.
+        unroll = min(8, max(2, next_power_of_2(-(-config.num_topk // self.num_ranks))))
+        _combine_kernel[(senders + (receivers if receive else 0),)](
+            y, slot.order, slot.order_weights, slot.order_count, slot.fold_rank, slot.fold_count,
+            bias if bias is not None else target, target, self.alive, peers,
+            self._combine_rows(number, bucket, value), self._combine_scales(number, bucket),
+            rows_at, scales_at, self.memory.regions.offsets["flags"], self.flags, self.state,
+            self.status, self._channel(number, COMBINE), self._channel(number, DISPATCH),
+            self.rank, bucket, handle.num_rows, chunk or 0, 1 if chunk is not None else chunks,
+            senders, self._timeout_ns(),
+            H=hidden, G=max(wire.num_groups(hidden), 1), K=config.num_topk, R=self.num_ranks,
+            RP=self._common["RP"], UNROLL=unroll,
+            FOLD_UNROLL=min(4, next_power_of_2(self.num_ranks)), BLOCK=block,
+            WIRE=_WIRE_CODE[wire.name], GROUP=wire.group or block, VALUE_BYTES=value.itemsize,
+            ROWS_LAYOUT=call.layout == "rows", APPLIED=call.weights_applied,
+            ROW_ALIGN=_alignment(hidden * value.itemsize), HAS_BIAS=bias is not None,
+            CHUNKS=chunks, NUM_CHANNELS=self._common["NUM_CHANNELS"],
+            CHANNELS_P=self._common["CHANNELS_P"], RELEASE_AFTER=staging is None, SEND=send,
+            RECEIVE=receive, POLL=self._poll(warps), INTERPRET=self._interpret, num_warps=warps,
+        )  # fmt: skip
+
+    def _combine_by_copies(self, call: CombineCall, plan: Plan, y: Tensor, target: Tensor) -> None:
+        """High throughput: each chunk's partial sums go to memory of this rank, from where copies
+        on the side stream take them to the peers while the next chunk is summed. Stores to peers
+        would hold up the loads that run beside them."""
+        from moe_comm.kernels.signal import COMBINE
+
+        handle, wire, hidden = call.handle, self.config.return_wire, self.config.hidden
+        bucket, value = handle.bucket, self.config.return_wire.value_dtype or y.dtype
+        pieces = [("combine_rows", value, hidden)]
+        if wire.scale_dtype is not None:
+            pieces.append(("combine_scales", wire.scale_dtype, wire.num_groups(hidden)))
+        width = sum(kind.itemsize * columns for _, kind, columns in pieces)
+        staging = torch.empty(self.num_ranks, bucket * width, dtype=torch.uint8, device=self.device)
+        self._fork()
+        size = -(-bucket // plan.combine_chunks)
+        for chunk in range(plan.combine_chunks):
+            begin, end = min(chunk * size, bucket), min((chunk + 1) * size, bucket)
+            self._combine_kernel(
+                call, plan, y, target, send=True, receive=False, staging=staging, chunk=chunk
+            )
+            self._fork()
+            with torch.cuda.stream(self._side):
+                for step in range(1, self.num_ranks):
+                    peer = (self.rank + step) % self.num_ranks
+                    at = 0
+                    for name, kind, columns in pieces:
+                        row = columns * kind.itemsize
+                        source = staging[peer, at + begin * row : at + end * row]
+                        offset = self._offset(name, handle.slot)
+                        offset += (self.rank * bucket + begin) * row
+                        shape = (end - begin, columns)
+                        self.memory.peer_view(peer, name, shape, kind, offset=offset).copy_(
+                            source.view(kind).view(shape), non_blocking=True
+                        )
+                        at += bucket * row
+            self._release(handle.slot, COMBINE + chunk)
+        if self._side is not None and not torch.cuda.is_current_stream_capturing():
+            # The side stream still reads it after this call has returned.
+            staging.record_stream(self._side)
+
+    def _staging_table(
+        self, staging: Tensor, bucket: int, dtype: torch.dtype
+    ) -> tuple[Tensor, int, int]:
+        """(addresses, rows offset, scales offset) that make the kernel's address of row
+        (this rank, token) at peer p that of row `token` in staging[p]."""
+        wire, hidden = self.config.return_wire, self.config.hidden
+        row = hidden * (wire.value_dtype or dtype).itemsize
+        scale = wire.num_groups(hidden) * (wire.scale_dtype.itemsize if wire.scale_dtype else 0)
+        start = self.rank * bucket
+        table = self._rank_numbers * staging.stride(0) + staging.data_ptr()
+        return table, -start * row, bucket * row - start * scale
 
     def signal_release(self, slot: int) -> None:
         """Tell every rank that this one has read what it needs of the slot."""
@@ -251,28 +329,45 @@ class SlabEngine:
         """Go on without `rank`: nothing is sent to it or awaited from it, and choices of its
         experts count as masked. Clears the status word, and settles what a failed call left."""
         self.alive[rank] = 0
+        self.refresh_routing()
         self.status.zero_()
         self.state[0] += self.state[1]
         self.state[1].zero_()
 
+    def refresh_routing(self) -> None:
+        """Take the placement's table over, less the masked ranks; in place."""
+        ranks = self._copy_table[..., :1]
+        dead = (ranks >= 0) & (self.alive[ranks.clamp_min(0).long()] == 0)
+        self.routing_table.copy_(torch.where(dead, -1, self._copy_table))
+
     # Launches.
 
-    def _put(
-        self, call: DispatchCall, plan: Plan, *, rows_to: int, release_after: bool = True,
-        tokens: tuple[int, int] | None = None,
+    def _dispatch_kernel(
+        self, call: DispatchCall, plan: Plan, *, send: bool, receive: bool, rows_to: int = 2,
+        release_after: bool = True, tokens: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
-        """Put rows (to whom `rows_to` says), ids and weights of a range of tokens."""
-        from moe_comm.kernels.dispatch import _put_kernel
+        """Put rows (to whom `rows_to` says), ids and weights of a range of tokens; wait for every
+        source; index, in this launch where choices are few."""
+        from moe_comm.kernels import expert_index as index
+        from moe_comm.kernels.dispatch import _dispatch_kernel
         from moe_comm.kernels.signal import COMBINE, DISPATCH, MAX_CHUNKS, RELEASE
 
-        config, wire, hidden = self.config, self.config.wire, self.config.hidden
-        begin, end = tokens if tokens is not None else (0, call.num_rows)
-        slot, number = self._slots[call.slot], call.slot
+        config, wire, hidden, bucket = (
+            self.config,
+            self.config.wire,
+            self.config.hidden,
+            call.bucket,
+        )
+        begin, end = tokens if tokens is not None else (0, bucket)
+        slot, number, experts = self._slots[call.slot], call.slot, self.num_local_experts
         x = call.x if call.x.stride(-1) == 1 else call.x.contiguous()
         quantizes = wire.scale_dtype is not None and not call.is_quantized
         block, warps = self._block(wire, combine=False)
         blocks = -(-hidden // block) if rows_to else 1
-        senders = min(max((end - begin) * blocks, 1), plan.dispatch_programs)
+        senders = min(max((end - begin) * blocks, 1), plan.dispatch_programs) if send else 0
+        choices = self.num_ranks * bucket * config.num_topk
+        index_here = receive and call.reuse is None and choices <= index.ONE_LAUNCH_CHOICES
+        receivers = index.one_launch_programs(choices, experts) if index_here else 1
         payload = self._packed_payloads(call)
         width = payload.shape[1] if payload is not None else 0
         scales, scale_bytes = self._empty, 0
@@ -281,51 +376,34 @@ class SlabEngine:
             scale_bytes = scales.shape[1]
         value_bytes = 1 if wire.scale_dtype is not None else x.element_size()
         on_device = isinstance(call.num_tokens, Tensor)
-        _put_kernel[(senders,)](
+        _dispatch_kernel[(senders + (receivers if receive else 0),)](
             x, scales, call.topk_idx.contiguous(), call.topk_weights.contiguous(),
             payload if payload is not None else self._empty,
             call.num_tokens if on_device else self._empty,
-            0 if on_device else call.num_tokens, begin, end, self.copy_table, self.num_copies,
-            self.alive, self.memory.peers,
+            0 if on_device else call.num_tokens, begin, end, call.num_rows, self.routing_table,
+            self.num_copies, self.alive, self.memory.peers,
             self._base("dispatch_rows", number), self._base("dispatch_scales", number),
             self._base("topk_idx", number), self._base("topk_weights", number),
-            self._base("payloads", number), self.memory.regions.offsets["flags"], self.flags,
-            slot.choice_rank, slot.fold_rank, slot.fold_count, self.state, self.status,
-            self._channel(number, DISPATCH), self._channel(number, COMBINE),
-            self._channel(number, RELEASE), self.rank, call.bucket, config.num_experts,
-            x.stride(0), senders, self._timeout_ns(),
+            self._base("payloads", number), self.memory.regions.offsets["flags"],
+            self._ids(number, bucket), self._weights(number, bucket), self.flags, slot.choice_rank,
+            slot.fold_rank, slot.fold_count, slot.tokens, slot.readable, slot.offsets,
+            slot.row_index,
+            slot.position, slot.order, slot.order_weights, slot.order_count, self.state,
+            self.status, self._channel(number, DISPATCH), self._channel(number, COMBINE),
+            self._channel(number, RELEASE), self.rank, bucket, self._capacity(bucket),
+            config.num_experts, experts, x.stride(0), senders, self._timeout_ns(),
             H=hidden, G=scale_bytes or max(wire.num_groups(hidden), 1),
             GP=next_power_of_2(scale_bytes) if scale_bytes else 0,
             GROUP=wire.group if quantizes else block, K=config.num_topk,
-            KP=next_power_of_2(config.num_topk), C=self.copy_table.shape[1], BLOCK=block,
+            KP=next_power_of_2(config.num_topk), C=self.routing_table.shape[1], BLOCK=block,
             WIRE=_WIRE_CODE[wire.name] if quantizes else 0, VALUE_BYTES=value_bytes,
             PAYLOAD=width, PAYLOAD_P=next_power_of_2(width) if width else 0, ROWS_TO=rows_to,
             ROW_ALIGN=_alignment(hidden * value_bytes), T_ON_DEVICE=on_device,
-            RELEASE_AFTER=release_after, CHUNKS=MAX_CHUNKS, POLL=self._poll(warps),
-            num_warps=warps, **self._common,
+            RELEASE_AFTER=release_after, CHUNKS=MAX_CHUNKS, SEND=send, RECEIVE=receive,
+            INDEX=index_here, QUERY=index.QUERIES, INDEX_BLOCK=index.one_launch_block(choices),
+            POLL=self._poll(warps), num_warps=warps, **self._common,
         )  # fmt: skip
-
-    def _receive(self, call: DispatchCall) -> None:
-        """Wait for every source, then index: in the same launch where choices are few."""
-        from moe_comm.kernels import expert_index as index
-        from moe_comm.kernels.dispatch import _receive_kernel
-        from moe_comm.kernels.signal import DISPATCH
-
-        bucket, slot, experts = call.bucket, self._slots[call.slot], self.num_local_experts
-        choices = self.num_ranks * bucket * self.config.num_topk
-        here = call.reuse is None and choices <= index.ONE_LAUNCH_CHOICES
-        programs = index.one_launch_programs(choices, experts) if here else 1
-        _receive_kernel[(programs,)](
-            self._ids(call.slot, bucket), self._weights(call.slot, bucket), self.alive, self.flags,
-            slot.tokens, slot.offsets, slot.row_index, slot.position, slot.order,
-            slot.order_weights, slot.order_count, self.state, self.status,
-            self._channel(call.slot, DISPATCH), self.rank, bucket, self._capacity(bucket), experts,
-            self._timeout_ns(),
-            K=self.config.num_topk, KP=next_power_of_2(self.config.num_topk),
-            QUERY=index.QUERIES, BLOCK=index.one_launch_block(choices), INDEX=here,
-            POLL=self._poll(8), num_warps=8, **self._common,
-        )  # fmt: skip
-        if call.reuse is None and not here:
+        if receive and not index_here and call.reuse is None:
             self._index_by_launches(call)
 
     def _index_by_launches(self, call: DispatchCall) -> None:
@@ -338,14 +416,15 @@ class SlabEngine:
             num_local_experts=self.num_local_experts,
             capacity=capacity,
             status=self.status,
-            sources=(slot.tokens, self.alive, bucket),
             out=(slot.offsets, slot.row_index[:capacity], slot.position[:rows]),
             order=Order(
                 position=slot.order,
                 weights=slot.order_weights,
                 count=slot.order_count,
                 received_weights=self._weights(call.slot, bucket),
+                readable=slot.readable,
             ),
+            workspace=self._workspace,
             one_launch=False,
         )
 
@@ -363,18 +442,24 @@ class SlabEngine:
             if not quantizes:
                 self._copy_rows(call, 0, call.num_rows, from_x=True)
             for begin, end in chunk_edges(call.num_rows, chunks):
-                self._put(
-                    call, plan, rows_to=1, release_after=end == call.num_rows, tokens=(begin, end)
-                )
+                last = end == call.num_rows
+                self._dispatch_kernel(
+                    call, plan, send=True, receive=False, rows_to=1, release_after=last,
+                    tokens=(begin, call.bucket if last else end),
+                )  # fmt: skip
                 if quantizes:
                     self._fork()
                     self._copy_rows(call, begin, end, from_x=False)
             self._release(call.slot, ROWS)
         if receive:
-            self._receive(call)
+            self._dispatch_kernel(call, plan, send=False, receive=True)
             self._wait(call.slot, ROWS)
-            if self._side is not None:
-                torch.cuda.current_stream(self.device).wait_stream(self._side)
+            self._join()
+
+    def _join(self) -> None:
+        """The current stream goes on after the side stream."""
+        if self._side is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._side)
 
     def _fork(self) -> None:
         """The side stream goes on from here."""
@@ -408,29 +493,26 @@ class SlabEngine:
                     )
 
     def _release(self, slot: int, phase: int) -> None:
-        """Release a channel behind what the current stream (for ROWS: the side stream) holds."""
+        """Release a channel. Copies come before the release of what they carry: that one is on the
+        side stream."""
         from moe_comm.kernels.dispatch import _release_kernel
-        from moe_comm.kernels.signal import DISPATCH, RELEASE, ROWS
+        from moe_comm.kernels.signal import DISPATCH, RELEASE
 
         common = {k: v for k, v in self._common.items() if k in ("R", "RP", "NUM_CHANNELS")}
-        with torch.cuda.stream(self._side if phase == ROWS else None):
+        with torch.cuda.stream(self._side if phase != RELEASE else None):
             _release_kernel[(1,)](
                 self.memory.peers, self.alive, self.state, self.status,
                 self.memory.regions.offsets["flags"], self._channel(slot, phase),
                 self._channel(slot, DISPATCH), self.rank, FREES_SLOT=phase == RELEASE,
-                POLL=self._poll(1), num_warps=1, **common,
+                num_warps=1, **common,
             )  # fmt: skip
 
     def _wait(self, slot: int, phase: int) -> None:
-        """Wait for a channel, without an index."""
-        from moe_comm.kernels.dispatch import _receive_kernel
+        from moe_comm.kernels.dispatch import _wait_kernel
 
-        none = self._empty
-        _receive_kernel[(1,)](
-            none, none, self.alive, self.flags, self._scratch, none, none, none, none, none, none,
-            self.state, self.status, self._channel(slot, phase), self.rank, 0, 0, 0,
-            self._timeout_ns(), K=1, KP=1, QUERY=1, BLOCK=1, INDEX=False, POLL=self._poll(1),
-            num_warps=1, **self._common,
+        _wait_kernel[(1,)](
+            self.alive, self.state, self.status, self.flags, self._channel(slot, phase), self.rank,
+            self._timeout_ns(), POLL=self._poll(1), num_warps=1, **self._common,
         )  # fmt: skip
 
     def _poll(self, warps: int) -> int:
@@ -523,11 +605,18 @@ class SlabEngine:
             "topk_weights", shape, torch.float32, offset=self._offset("topk_weights", slot)
         )
 
-    def _scales_view(self, name: str, slot: int, rows: int, wire: Wire) -> Tensor:
+    def _combine_rows(self, slot: int, bucket: int, dtype: torch.dtype) -> Tensor:
+        shape = (self.num_ranks * bucket, self.config.hidden)
+        offset = self._offset("combine_rows", slot)
+        return self.memory.view("combine_rows", shape, dtype, offset=offset)
+
+    def _combine_scales(self, slot: int, bucket: int) -> Tensor:
+        wire = self.config.return_wire
         if wire.scale_dtype is None:
             return self._empty
-        shape = (rows, wire.num_groups(self.config.hidden))
-        return self.memory.view(name, shape, wire.scale_dtype, offset=self._offset(name, slot))
+        shape = (self.num_ranks * bucket, wire.num_groups(self.config.hidden))
+        offset = self._offset("combine_scales", slot)
+        return self.memory.view("combine_scales", shape, wire.scale_dtype, offset=offset)
 
     def _summed_bias(self, call: CombineCall) -> Tensor | None:
         if not call.bias:

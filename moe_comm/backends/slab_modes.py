@@ -9,10 +9,11 @@ from moe_comm.config import EPConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a call launches. `mode`: of dispatch, "low-latency" or "high-throughput"; `*_programs`:
-    the most programs of each role; `*_chunks`: pieces whose transfer overlaps."""
+    """What a call launches. `mode` and `combine_mode`: "low-latency" or "high-throughput";
+    `*_programs`: the most programs of each role; `*_chunks`: pieces whose transfer overlaps."""
 
     mode: str
+    combine_mode: str
     dispatch_programs: int
     dispatch_chunks: int
     combine_send_programs: int
@@ -26,19 +27,21 @@ class SlabTuning:
 
     Attributes:
         mode: "low-latency", "high-throughput", or "auto" by the bucket.
-        copy_from_bytes: bytes to one peer from which dispatch takes copies instead of stores.
+        copy_from_bytes, combine_copy_from_bytes: bytes to one peer from which dispatch and combine
+            take copies instead of stores.
         combine_chunk_tokens: tokens of one combine chunk.
         *_block, *_warps: columns and warps of a program; *_programs: the most programs of a role.
     """
 
     mode: str = "auto"
     copy_from_bytes: int = 6 << 20
-    dispatch_block: int = 512
-    dispatch_warps: int = 4
+    combine_copy_from_bytes: int = 6 << 20
+    dispatch_block: int = 4096
+    dispatch_warps: int = 8
     dispatch_programs: int = 1056
     dispatch_chunks: int = 2
-    combine_block: int = 512
-    combine_warps: int = 2
+    combine_block: int = 4096
+    combine_warps: int = 8
     combine_send_programs: int = 1056
     combine_receive_programs: int = 1056
     combine_chunk_tokens: int = 1024
@@ -52,9 +55,16 @@ class SlabTuning:
         if mode == "auto":
             to_peer = bucket * config.wire.row_bytes(config.hidden)
             mode = "high-throughput" if to_peer >= self.copy_from_bytes else "low-latency"
+        combine_mode = self.mode
+        if combine_mode == "auto":
+            back = bucket * config.return_wire.row_bytes(config.hidden)
+            combine_mode = (
+                "high-throughput" if back >= self.combine_copy_from_bytes else "low-latency"
+            )
         chunks = max(1, min(MAX_CHUNKS, bucket // self.combine_chunk_tokens))
         return Plan(
             mode=mode,
+            combine_mode=combine_mode,
             dispatch_programs=self.dispatch_programs,
             dispatch_chunks=self.dispatch_chunks,
             combine_send_programs=self.combine_send_programs,
