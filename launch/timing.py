@@ -85,16 +85,16 @@ def time_host(subject: Subject, ranks: Ranks, *, iters: int, warmup: int) -> Sam
         subject.combine(arrived)
         wait()
         end = time.perf_counter()
+        # In the same loop, so that a machine that slows down does so for all three.
+        ranks.barrier(what="round trip")
+        began = time.perf_counter()
+        subject.combine(subject.dispatch())
+        wait()
+        finished = time.perf_counter()
         if index >= warmup:
             samples["dispatch"].append((middle - start) * 1e6)
             samples["combine"].append((end - resumed) * 1e6)
-    for index in range(warmup + iters):
-        ranks.barrier(what="round trip")
-        start = time.perf_counter()
-        subject.combine(subject.dispatch())
-        wait()
-        if index >= warmup:
-            samples["round_trip"].append((time.perf_counter() - start) * 1e6)
+            samples["round_trip"].append((finished - began) * 1e6)
     return samples
 
 
