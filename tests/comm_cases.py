@@ -289,34 +289,34 @@ def _check_call(
     comm: Any, case: Case, config: EPConfig, inputs: Sequence[RankInput], call: int,
     handle: Any = None,
 ) -> None:  # fmt: skip
-    rank = comm.rank
+    rank, device = comm.rank, comm.device
     want = answer(case, config, inputs, call, comm.group.node_of_rank, rank)
     mine = inputs[rank]
-    x = mine.x
+    x = mine.x.to(device) if isinstance(mine.x, Tensor) else tuple(t.to(device) for t in mine.x)
     routing: dict[str, Any] = {"handle": handle}
     if handle is None:
         tokens: Any = mine.valid
         if case.num_tokens_as == "tensor":
-            tokens = torch.tensor(tokens, dtype=torch.int32)
+            tokens = torch.tensor(tokens, dtype=torch.int32, device=device)
         routing = {
-            "topk_idx": mine.topk_idx,
-            "topk_weights": mine.topk_weights,
+            "topk_idx": mine.topk_idx.to(device),
+            "topk_weights": mine.topk_weights.to(device),
             "num_tokens": tokens,
             "bucket": case.bucket,
         }
-    d = comm.dispatch(x, **routing, payloads=mine.payloads, async_op=case.split)
+    payloads = {name: tensor.to(device) for name, tensor in (mine.payloads or {}).items()}
+    d = comm.dispatch(x, **routing, payloads=payloads, async_op=case.split)
     if case.split:
         torch.randn(50, 50).matmul(torch.randn(50, 50))
         d = d.wait()
-    assert_arrived(d, want.arrived[rank])
-    out = torch.full_like(want.out, torch.nan) if case.out else None
-    y = want.y[rank]
+    assert_arrived(moved_to(d, torch.device("cpu")), want.arrived[rank])
+    out = torch.full_like(want.out, torch.nan).to(device) if case.out else None
     result = comm.combine(
-        y,
+        want.y[rank].to(device),
         d.handle,
         layout=case.layout,
         weights_applied=case.weights_applied,
-        bias=tuple(want.biases[rank]) or None,
+        bias=tuple(bias.to(device) for bias in want.biases[rank]) or None,
         out=out,
         async_op=case.split,
     )
@@ -324,5 +324,21 @@ def _check_call(
         result = result.wait()
     if out is not None:
         assert result.data_ptr() == out.data_ptr()
-    assert_same_bits("out", result, want.out)
+    assert_same_bits("out", result.cpu(), want.out)
     comm.last_handle = d.handle
+
+
+def moved_to(d: Dispatched, device: torch.device) -> Dispatched:
+    """A copy on another device, of what tests look at."""
+    if d.rows.device == device:
+        return d
+
+    def here(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    fields = {f.name: here(getattr(d, f.name)) for f in dataclasses.fields(d)}
+    handle = dataclasses.replace(
+        d.handle, choice_position=d.handle.choice_position.to(device), state=None
+    )
+    payloads = {name: tensor.to(device) for name, tensor in d.payloads.items()}
+    return Dispatched(**{**fields, "payloads": payloads, "handle": handle})

@@ -55,9 +55,14 @@ def free_port() -> int:
 
 
 class RankPool:
-    """Processes that wait for work. Use as a context manager or call kill()."""
+    """Processes that wait for work. Use as a context manager or call kill().
 
-    def __init__(self, num_ranks: int) -> None:
+    Args:
+        num_ranks: processes.
+        device_type: "cpu" (gloo), or "cuda": rank r on GPU r, NCCL beside gloo.
+    """
+
+    def __init__(self, num_ranks: int, device_type: str = "cpu") -> None:
         # The store lives here, so that no rank's death takes it away.
         import torch.distributed as dist
 
@@ -73,7 +78,9 @@ class RankPool:
             for rank in range(num_ranks):
                 ours, theirs = context.Pipe()
                 process = context.Process(
-                    target=_serve, args=(rank, num_ranks, self.store.port, theirs), daemon=True
+                    target=_serve,
+                    args=(rank, num_ranks, self.store.port, theirs, device_type),
+                    daemon=True,
                 )
                 process.start()
                 theirs.close()
@@ -162,24 +169,29 @@ class RankPool:
         self.kill()
 
 
-_pools: dict[int, RankPool] = {}
+_pools: dict[tuple[int, str], RankPool] = {}
 
 
-def pool(num_ranks: int) -> RankPool:
-    """The pool of this size, started or replaced where it has to be."""
-    found = _pools.get(num_ranks)
+def pool(num_ranks: int, device_type: str = "cpu") -> RankPool:
+    """The shared pool of this size, started or replaced where it has to be."""
+    key = (num_ranks, device_type)
+    found = _pools.get(key)
     if found is None or not found.is_alive:
         if found is not None:
             found.kill()
-        found = _pools[num_ranks] = RankPool(num_ranks)
+        found = _pools[key] = RankPool(num_ranks, device_type)
     return found
 
 
 def run_ranks(
-    num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = CALL_S
+    num_ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = CALL_S,
+    device_type: str = "cpu",
 ) -> list[Any]:
     """function(RankContext, *args) on every rank of the shared pool of this size."""
-    return pool(num_ranks).run(function, *args, timeout_s=timeout_s)
+    return pool(num_ranks, device_type).run(function, *args, timeout_s=timeout_s)
 
 
 def kill_all() -> None:
@@ -204,7 +216,7 @@ def _one_thread() -> Any:
             os.environ["OMP_NUM_THREADS"] = before
 
 
-def _serve(rank: int, num_ranks: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, num_ranks: int, port: int, pipe: Connection, device_type: str) -> None:
     """One rank: join the world, then call what comes down the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path.insert(0, str(Path(__file__).parent))
@@ -215,8 +227,12 @@ def _serve(rank: int, num_ranks: int, port: int, pipe: Connection) -> None:
         torch.set_num_threads(1)
         timeout = datetime.timedelta(seconds=START_S)
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+        backend = "gloo"
+        if device_type == "cuda":
+            torch.cuda.set_device(rank)
+            backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout
+            backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout
         )
     except Exception:  # noqa: BLE001 - whatever it is, the test must see it
         pipe.send((False, traceback.format_exc()))

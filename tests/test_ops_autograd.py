@@ -34,16 +34,16 @@ def check_numerically(context: RankContext, mode: str, how: str) -> None:
     """gradcheck in float64; all ranks perturb at the same time, and no rank's output depends on
     another's input."""
     config, backend = small(mode)
-    data = RankData.create(
-        config, rank=context.rank, num_tokens=[3] * context.num_ranks,
-        routing="uniform+masked:0.2", seed=3, dtype=torch.float64,
-    )  # fmt: skip
     with context.communicator(config, backend) as comm:
-        held = comm.num_local_experts
-        factor = torch.linspace(0.5, 1.5, held, dtype=torch.float64)
+        data = RankData.create(
+            config, rank=context.rank, num_tokens=[3] * context.num_ranks,
+            routing="uniform+masked:0.2", seed=3, dtype=torch.float64, device=comm.device,
+        )  # fmt: skip
+        whole = {"dtype": torch.float64, "device": comm.device}
+        factor = torch.linspace(0.5, 1.5, comm.num_local_experts, **whole)
         x = data.x.requires_grad_()
         weights = data.topk_weights.double().requires_grad_()
-        bias = torch.randn(3, config.hidden, dtype=torch.float64, requires_grad=True)
+        bias = torch.randn(3, config.hidden, requires_grad=True, **whole)
 
         def layer(x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
             d = comm.dispatch(x, data.topk_idx, weights)
@@ -94,11 +94,12 @@ def compare_compiled(context: RankContext, mode: str, form: str, dtype: str) -> 
     """Outputs and gradients of the compiled layer are the eager ones, bit for bit."""
     wire = "bf16" if dtype == "bfloat16" else "none"
     config, backend = small(mode, dispatch_wire=wire, combine_wire=wire)
-    data = RankData.create(
-        config, rank=context.rank, num_tokens=[4, 3], seed=4, dtype=getattr(torch, dtype)
-    )
     layer = {"ops": through_ops, "methods": through_methods}[form]
     with context.communicator(config, backend) as comm:
+        data = RankData.create(
+            config, rank=context.rank, num_tokens=[4, 3], seed=4, dtype=getattr(torch, dtype),
+            device=comm.device,
+        )  # fmt: skip
         torch._dynamo.reset()
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
         results = []
@@ -110,10 +111,12 @@ def compare_compiled(context: RankContext, mode: str, form: str, dtype: str) -> 
             results.append((out.detach(), x.grad, weights.grad))
         for name, eager, traced in zip(("out", "x.grad", "weights.grad"), *results, strict=True):
             assert eager.abs().sum() > 0, name
-            assert_same_bits(name, traced, eager)
+            assert_same_bits(name, traced.cpu(), eager.cpu())
         with torch.no_grad():
             assert_same_bits(
-                "inference", compiled(comm, data.x, data.topk_idx, data.topk_weights), out.detach()
+                "inference",
+                compiled(comm, data.x, data.topk_idx, data.topk_weights).cpu(),
+                out.detach().cpu(),
             )
         del out, results
         assert not comm._busy_slots
