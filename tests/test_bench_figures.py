@@ -60,16 +60,8 @@ def test_each_half_is_timed_after_a_barrier_and_warmup_is_left_out():
         "round_trip": 2,
     }
     assert all(value > 0 for values in samples.values() for value in values)
-    assert (
-        calls.seen
-        == ["barrier", "dispatch", "barrier", "combine"] * 3
-        + [
-            "barrier",
-            "dispatch",
-            "combine",
-        ]
-        * 3
-    )
+    halves = ["barrier", "dispatch", "barrier", "combine"]
+    assert calls.seen == [*halves, "barrier", "dispatch", "combine"] * 3
     assert len(time_calls(lambda: None, calls, iters=4, warmup=1, graph=False)) == 4
 
 
