@@ -86,7 +86,12 @@ def _matches(row: Mapping[str, Any], wanted: Mapping[str, list[str]]) -> bool:
 
 
 def _devices(document: Mapping[str, Any]) -> str:
-    names = [device["name"] for device in document["devices"]]
+    names = [
+        f"process on {device['name']} ({device['cores']} cores)"
+        if device["type"] == "cpu"
+        else device["name"]
+        for device in document["devices"]
+    ]
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
 

@@ -52,7 +52,9 @@ def document():
         "started": "2026-01-01T00:00:00+00:00",
         "git": {"commit": "0" * 40, "dirty": False},
         "versions": {"torch": "2.13.0"},
-        "devices": [{"rank": rank, "name": "some CPU"} for rank in range(2)],
+        "devices": [
+            {"rank": rank, "type": "cpu", "name": "some CPU", "cores": 2} for rank in range(2)
+        ],
         "topology": {"num_ranks": 2, "num_nodes": 1, "transport": "gloo"},
         "config": {
             "num_experts": 896,
@@ -124,6 +126,7 @@ def test_readme_tables_take_the_newest_file_and_filter(tmp_path):
     text = "a\n<!-- figures results/*_run.json backend=c10d -->\nold\n<!-- /figures -->\nb\n"
     new = readme_tables.rewrite(text, tmp_path)
     assert "2026-01-02_cpux2_run.json" in new
+    assert "2 x process on some CPU (2 cores), EP 2 over gloo" in new
     assert "| c10d:exact | dispatch | 128 | bf16 | no | 60.0 | 0.930 |" in new
     assert "per-expert" not in new
     assert "old" not in new
