@@ -149,6 +149,11 @@ class SlabEngine:
         choices = rows * width
         self._workspace = torch.zeros(workspace_size(choices, num_local_experts), **ints)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._multiprocessors = (
+            torch.cuda.get_device_properties(device).multi_processor_count
+            if device.type == "cuda"
+            else 1
+        )
         self._common: dict[str, Any] = {
             "R": num_ranks,
             "RP": max(next_power_of_2(num_ranks), 2),
@@ -180,6 +185,10 @@ class SlabEngine:
     def combine(self, call: CombineCall, *, send: bool, receive: bool) -> Tensor | None:
         """Enqueue the halves asked for; the combined rows where `receive`."""
         plan = self.tuning.plan(self.config, self.num_ranks, call.handle.bucket)
+        if call.y.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ValueError(
+                f"y: expected bfloat16, float16 or float32 on the slab backend, got {call.y.dtype}"
+            )
         y = call.y.contiguous()
         out = call.out
         if out is None:
@@ -221,6 +230,10 @@ class SlabEngine:
         limit = plan.combine_send_programs
         senders = min(max(remote_items, 1), limit) if send else 0
         receivers = min(max(handle.num_rows * blocks, 1), plan.combine_receive_programs)
+        if not send and plan.combine_mode == "high-throughput":
+            # Programs that wait must leave room for the launches on the side stream that they wait
+            # for: at 1.5 a multiprocessor there is always some.
+            receivers = min(receivers, max(1, self._multiprocessors * 3 // 2))
         peers = self.memory.peers
         rows_at, scales_at = (
             self._base("combine_rows", number),

@@ -34,8 +34,8 @@ class SlabTuning:
     """
 
     mode: str = "auto"
-    copy_from_bytes: int = 6 << 20
-    combine_copy_from_bytes: int = 6 << 20
+    copy_from_bytes: int = 12 << 20
+    combine_copy_from_bytes: int = 12 << 20
     dispatch_block: int = 4096
     dispatch_warps: int = 8
     dispatch_programs: int = 1056
