@@ -29,13 +29,13 @@ SCANNED = 8
 
 class Order(NamedTuple):
     """Choices of each row in order of k. position int32 [M, K]: expert row of the row's n-th
-    choice here, -1 where it was dropped; weights fp32 [M, K] of the same; count int32 [M]: choices
+    choice here, -1 where it was dropped; weights fp32 [M, K] of the same; counts int32 [M]: choices
     here. Read: received_weights fp32 [M, K], and readable int32 [1], how many of all choices may
     be read; the others count as not here."""
 
     position: torch.Tensor
     weights: torch.Tensor
-    count: torch.Tensor
+    counts: torch.Tensor
     received_weights: torch.Tensor
     readable: torch.Tensor
 
@@ -263,7 +263,7 @@ def expert_index(
         row_index.fill_(-1)
         position.fill_(-1)
         if order is not None:
-            order.count.zero_()
+            order.counts.zero_()
     elif one_launch if one_launch is not None else num_choices <= ONE_LAUNCH_CHOICES:
         grid = (one_launch_programs(num_choices, experts),)
         _one_launch_kernel[grid](
@@ -298,14 +298,14 @@ def expert_index(
 
 def workspace_size(num_choices: int, num_local_experts: int) -> int:
     """int32 entries that the three launches need: totals [L] and counts [chunks, L]."""
-    return num_local_experts * (1 + triton.cdiv(num_choices, CHUNK))
+    return num_local_experts * (1 + -(-num_choices // CHUNK))
 
 
 def one_launch_programs(num_choices: int, num_local_experts: int) -> int:
     """Programs of rank_by_counting: for all choices, then for all experts and the end."""
-    return triton.cdiv(num_choices, QUERIES) + triton.cdiv(num_local_experts + 1, QUERIES)
+    return -(-num_choices // QUERIES) + -(-(num_local_experts + 1) // QUERIES)
 
 
 def one_launch_block(num_choices: int) -> int:
     """Keys compared at a time."""
-    return min(256, max(32, triton.next_power_of_2(num_choices)))
+    return min(256, max(32, 1 << (num_choices - 1).bit_length()))

@@ -433,7 +433,7 @@ class SlabEngine:
             order=Order(
                 position=slot.order,
                 weights=slot.order_weights,
-                count=slot.order_count,
+                counts=slot.order_count,
                 received_weights=self._weights(call.slot, bucket),
                 readable=slot.readable,
             ),
