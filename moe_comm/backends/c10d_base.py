@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_comm import env, layout
+from moe_comm import env
 from moe_comm.backends import device_math
 from moe_comm.backends.c10d_collectives import Collective
 from moe_comm.backends.c10d_messages import PointToPoint
 from moe_comm.backends.c10d_peers import Peers
+from moe_comm.backends.c10d_routing import Located, Router
 from moe_comm.backends.c10d_transport import (
     Header,
     Phase,
@@ -43,6 +44,7 @@ class Arrived:
     """The index of one dispatch, kept for its combine and for a repeat of its routing.
 
     Attributes:
+        located: where this rank's own choices lie.
         local_idx: [R, B, K] int32 local expert ids, -1 elsewhere.
         weights: [R, B, K].
         num_tokens_per_rank: [R] int32.
@@ -51,6 +53,7 @@ class Arrived:
         route: what the mode needs for the way back.
     """
 
+    located: Located
     local_idx: Tensor
     weights: Tensor
     num_tokens_per_rank: Tensor
@@ -73,7 +76,15 @@ class C10dCommunicator(Communicator):
         self._transport = self._connect(group.pg)
         self._slots = [Workspace(group.device) for _ in range(config.num_slots)]
         self._status = torch.zeros(1, dtype=torch.int32, device=group.device)
-        self._alive: Tensor | None = None
+        self._router = Router(
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+            copy_table=self._copy_table,
+            num_copies=self._num_copies,
+            width=self.placement.max_local_experts,
+            status=self._status,
+            uses_kernels=group.device.type == "cuda",
+        )
 
     def _connect(self, pg: dist.ProcessGroup) -> Transport:
         """The transport for the group's device. Collective among the live ranks."""
@@ -87,20 +98,7 @@ class C10dCommunicator(Communicator):
         if self.group.node_of_rank[peer] != self.group.node_of_rank[self.rank]:
             self._metrics.cross_node_bytes += num_bytes
 
-    # Resolving.
-
-    def _locate(self, call: DispatchCall, num_tokens: int | Tensor) -> layout.Destinations:
-        to = layout.destinations(
-            call.topk_idx,
-            self._copy_table,
-            self._num_copies,
-            source_rank=self.rank,
-            num_ranks=self.num_ranks,
-            num_tokens=num_tokens,
-            alive=self._alive,
-        )
-        device_math.set_bit(self._status, to.num_invalid > 0, StatusBit.INVALID_ID)
-        return to
+    # What travels.
 
     def _on_wire(self, call: DispatchCall) -> tuple[Tensor, Tensor | None]:
         """x as it travels: [T, H] contiguous and its scales."""
@@ -166,7 +164,12 @@ class C10dCommunicator(Communicator):
     # The index and the result of dispatch.
 
     def _index(
-        self, local_idx: Tensor, weights: Tensor, num_tokens_per_rank: Tensor, route: Any
+        self,
+        located: Located,
+        local_idx: Tensor,
+        weights: Tensor,
+        num_tokens_per_rank: Tensor,
+        route: Any,
     ) -> Arrived:
         ranks, bucket, num_topk = local_idx.shape
         offsets, row_index, position = device_math.expert_index(
@@ -176,6 +179,7 @@ class C10dCommunicator(Communicator):
             status=self._status,
         )
         return Arrived(
+            located=located,
             local_idx=local_idx,
             weights=weights,
             num_tokens_per_rank=num_tokens_per_rank,
@@ -190,20 +194,18 @@ class C10dCommunicator(Communicator):
         self,
         call: DispatchCall,
         arrived: Arrived,
-        choice_rank: Tensor,
         num_tokens: int | Tensor,
         rows: Tensor,
         extras: dict[str, Tensor],
     ) -> Dispatched:
-        ids = torch.where(choice_rank >= 0, call.topk_idx.to(torch.int64), -1)
         handle = DispatchHandle(
             call=call.call,
             slot=call.slot,
             bucket=call.bucket,
             num_rows=call.num_rows,
             num_tokens=num_tokens,
-            topk_idx=ids if call.reuse is None else call.reuse.topk_idx,
-            choice_rank=choice_rank,
+            topk_idx=arrived.located.ids,
+            choice_rank=arrived.located.rank,
             topk_weights=call.topk_weights,
             received_weights=arrived.weights,
             choice_position=arrived.choice_position,
@@ -235,8 +237,8 @@ class C10dCommunicator(Communicator):
             return
         if num_rows is None:
             num_rows = torch.zeros(self.num_ranks, dtype=torch.int32, device=self.device)
-        theirs = self._transport.exchange_headers(phase, header_rows(header, num_rows))
-        self._check_headers(header, theirs, self._transport.others)
+        told = self._transport.exchange_headers(phase, header_rows(header, num_rows))
+        self._check_headers(header, told.theirs, self._transport.others)
 
     def _agree_back(self, call: CombineCall, phase: Phase) -> None:
         """The headers of a combine, whose sizes both sides know from the dispatch."""
@@ -282,9 +284,10 @@ class C10dCommunicator(Communicator):
 
     def _who(self, choice_rank: Tensor) -> Tensor:
         """The rank of each choice, -1 also where the rank was masked since the dispatch."""
-        if self._alive is None:
+        alive = self._router.alive
+        if alive is None:
             return choice_rank
-        alive = self._alive[choice_rank.clamp_min(0).to(torch.int64)]
+        alive = alive[choice_rank.clamp_min(0).to(torch.int64)]
         return torch.where(alive, choice_rank, -1)
 
     def _output(self, call: CombineCall) -> Tensor:
@@ -373,7 +376,7 @@ class C10dCommunicator(Communicator):
         self._transport = self._connect(pg)
         alive = torch.zeros(self.num_ranks, dtype=torch.bool)
         alive[self._ranks_alive] = True
-        self._alive = alive.to(self.device)
+        self._router.alive = alive.to(self.device)
 
     def _close(self) -> None:
         for slot in self._slots:

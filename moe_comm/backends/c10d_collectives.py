@@ -19,6 +19,7 @@ from moe_comm.backends.c10d_peers import Peers
 from moe_comm.backends.c10d_transport import (
     HEADER_BYTES,
     Done,
+    Headers,
     Kind,
     Phase,
     Transfer,
@@ -51,21 +52,25 @@ class Collective(Transport):
 
     def exchange_headers(
         self, phase: Phase, headers: Tensor, among: Sequence[int] | None = None
-    ) -> Tensor:
+    ) -> Headers:
         """See Transport. A collective: all ranks take part, whoever they need to hear."""
         del among
         self.raise_if_lost()
         for peer in self.others:
             self.count(peer, HEADER_BYTES)
-        sends = headers[self.alive] if len(self.alive) < headers.shape[0] else headers
-        theirs = torch.empty_like(sends)
+        everyone = len(self.alive) == headers.shape[0]
+        sends = headers if everyone else headers[self.alive]
+        came = torch.empty_like(sends)
         with self.errors(phase):
-            work = dist.all_to_all_single(theirs, sends.contiguous(), group=self.pg, async_op=True)
+            work = dist.all_to_all_single(came, sends, group=self.pg, async_op=True)
         self.wait_work(phase, work)
-        host = self._to_host(phase, theirs)
-        out = torch.zeros(headers.shape, dtype=headers.dtype)
-        out[self.alive] = host
-        return out
+        theirs = came
+        if not everyone:
+            theirs = torch.zeros_like(headers)
+            theirs[self.alive] = came
+        # One copy, since every copy to the host waits for the device.
+        mine, host = self._to_host(phase, torch.stack((headers, theirs)))
+        return Headers(mine=mine, theirs=host, on_device=theirs)
 
     def _to_host(self, phase: Phase, tensor: Tensor) -> Tensor:
         """A bounded copy: torch's own would wait for ever where a peer never comes."""

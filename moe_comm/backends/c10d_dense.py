@@ -18,21 +18,19 @@ from torch import Tensor
 
 from moe_comm.backends import device_math
 from moe_comm.backends.c10d_base import Arrived, C10dCommunicator
+from moe_comm.backends.c10d_routing import HEAD_BYTES, Located
 from moe_comm.backends.c10d_transport import Done, Header, Kind, Phase, Transfer
 from moe_comm.backends.packing import RecordLayout, as_bytes
 from moe_comm.calls import CombineCall, DispatchCall
 from moe_comm.handle import Dispatched
 from moe_comm.wire import Wire
 
-# The head of a rank's records: its T as int32, padded for the alignment of what follows.
-_HEAD_BYTES = 16
-
 
 @dataclass(kw_only=True, eq=False)
 class _Sent:
     """A dispatch between its halves."""
 
-    choice_rank: Tensor
+    located: Located | None
     num_tokens: int | Tensor
     layout: RecordLayout
     records: Tensor
@@ -78,7 +76,7 @@ class DenseCommunicator(C10dCommunicator):
         num_tokens = call.num_tokens
         if isinstance(num_tokens, Tensor):
             num_tokens = num_tokens.reshape(()).to(self.device).clamp(0, call.num_rows)
-        records, choice_rank = self._records(call, layout, scales, num_tokens)
+        records, located = self._records(call, layout, scales, num_tokens)
         transfer: Transfer = Done()
         if records.shape[1]:
             transfer = self._transport.all_gather(Phase.DISPATCH, records, Kind.RECORDS)
@@ -87,7 +85,7 @@ class DenseCommunicator(C10dCommunicator):
         flat = as_bytes(rows.view(self.num_ranks, -1))
         row_transfer = self._transport.all_gather(Phase.DISPATCH, flat, Kind.ROWS)
         return _Sent(
-            choice_rank=choice_rank,
+            located=located,
             num_tokens=num_tokens,
             layout=layout,
             records=records,
@@ -102,11 +100,11 @@ class DenseCommunicator(C10dCommunicator):
         layout: RecordLayout,
         scales: Tensor | None,
         num_tokens: int | Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """uint8 [R, head + B * record] with this rank's row filled in; and choice_rank [T, K]."""
+    ) -> tuple[Tensor, Located | None]:
+        """uint8 [R, head + B * record] with this rank's row filled in; and its routing, if new."""
         size = call.bucket * layout.num_bytes
-        head = 0 if call.reuse is not None else _HEAD_BYTES
-        most = self.config.bucket * layout.num_bytes + _HEAD_BYTES
+        head = 0 if call.reuse is not None else HEAD_BYTES
+        most = self.config.bucket * layout.num_bytes + HEAD_BYTES
         records = self._slots[call.slot].tensor(
             "records", (self.num_ranks, head + size), torch.uint8, reserve=self.num_ranks * most
         )
@@ -114,15 +112,13 @@ class DenseCommunicator(C10dCommunicator):
         mine = body[: call.num_rows]
         self._write_extras(mine, layout, call, scales, slice(None))
         if call.reuse is not None:
-            return records, call.reuse.choice_rank
-        to = self._locate(call, num_tokens)
-        records[self.rank, :4].view(torch.int32).fill_(num_tokens)
-        width = self.placement.max_local_experts
-        ids = layout.view(body, "ids")
-        ids[call.num_rows :] = -1
-        ids[: call.num_rows] = torch.where(to.rank >= 0, to.rank * width + to.slot, -1)
-        layout.view(mine, "weights").copy_(call.topk_weights.detach())
-        return records, to.rank
+            return records, None
+        to = self._router.locate(call.topk_idx, num_tokens)
+        weights = call.topk_weights.detach()
+        self._router.write_block(
+            to, layout, weights, num_tokens, records[self.rank], bucket=call.bucket
+        )
+        return records, to
 
     def _finish_dispatch(self, call: DispatchCall, state: _Sent) -> Dispatched:
         state.record_transfer.wait()
@@ -133,9 +129,7 @@ class DenseCommunicator(C10dCommunicator):
                 room = self._extra_room(call, field)
                 extras[name] = room.copy_(state.layout.view(self._body(call, state), name))
         state.row_transfer.wait()
-        return self._dispatched(
-            call, arrived, state.choice_rank, state.num_tokens, state.rows, extras
-        )
+        return self._dispatched(call, arrived, state.num_tokens, state.rows, extras)
 
     def _body(self, call: DispatchCall, state: _Sent) -> Tensor:
         """uint8 [R, B, record] of all ranks."""
@@ -144,19 +138,11 @@ class DenseCommunicator(C10dCommunicator):
         return state.records[:, head:].view(shape)
 
     def _arrive(self, call: DispatchCall, state: _Sent) -> Arrived:
-        body = self._body(call, state)
-        head = state.records[:, :4].view(torch.int32).squeeze(1)
-        tokens = head if self._alive is None else torch.where(self._alive, head, 0)
-        tokens = tokens.clone()
-        width = self.placement.max_local_experts
-        local_idx = state.layout.view(body, "ids") - self.rank * width
-        here = (local_idx >= 0) & (local_idx < width)
-        if self._alive is not None:
-            # Nothing new came from a masked rank.
-            here &= self._alive.view(-1, 1, 1)
-        local_idx = torch.where(here, local_idx, -1)
-        weights = state.layout.view(body, "weights").clone()
-        return self._index(local_idx, weights, tokens, None)
+        assert state.located is not None
+        local_idx, weights, tokens = self._router.read_blocks(
+            state.records, state.layout, call.topk_weights, bucket=call.bucket
+        )
+        return self._index(state.located, local_idx, weights, tokens, None)
 
     # Combine.
 

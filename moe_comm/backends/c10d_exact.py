@@ -20,22 +20,26 @@ from torch import Tensor
 from moe_comm.backends import device_math
 from moe_comm.backends.c10d_base import Arrived, C10dCommunicator
 from moe_comm.backends.c10d_plan import Plan
+from moe_comm.backends.c10d_routing import Located
 from moe_comm.backends.c10d_transport import (
     Done,
     Header,
+    Headers,
     Kind,
     Phase,
     Transfer,
-    header_rows,
 )
-from moe_comm.backends.packing import Field, RecordLayout, as_bytes, put_rows, take_rows
+from moe_comm.backends.packing import (
+    Field,
+    RecordLayout,
+    Workspace,
+    as_bytes,
+    put_rows,
+    take_rows,
+)
 from moe_comm.calls import CombineCall, DispatchCall
 from moe_comm.handle import Dispatched
-from moe_comm.layout import Destinations
 from moe_comm.wire import Wire
-
-# Where packing would leave out less than one row in this many, all rows are sent as they lie.
-_WHOLE_SHARE = 128
 
 
 @dataclass(kw_only=True, eq=False)
@@ -43,8 +47,8 @@ class _Sent:
     """A dispatch between its halves."""
 
     plan: Plan
-    choice_rank: Tensor
-    to: Destinations | None
+    to: Located | None
+    headers: Headers | None
     values: Tensor
     scales: Tensor | None
     layout: RecordLayout
@@ -84,23 +88,42 @@ class ExactCommunicator(C10dCommunicator):
     def _start_dispatch(self, call: DispatchCall) -> _Sent:
         values, scales = self._on_wire(call)
         extras = self._record_fields(call, scales)
+        to: Located | None = None
+        headers: Headers | None = None
         if call.reuse is None:
-            to, plan, layout = self._plan(call, values, extras)
-            choice_rank = to.rank
+            token = Field(name="token", dtype=torch.int32)
+            layout = RecordLayout([*self._routing_fields(call), *extras, token])
+            to, plan, headers = self._plan(call, values, layout)
         else:
-            to, layout = None, RecordLayout(extras)
-            plan, choice_rank = self._reusable(call.reuse).route, call.reuse.choice_rank
+            layout = RecordLayout(extras)
+            plan = self._reusable(call.reuse).route
             self._agree(Phase.DISPATCH, self._header(call, values, layout))
-        records, record_transfer = self._send_records(call, plan, to, layout, scales)
-        rows, staged, row_transfer = self._send_rows(call, plan, values)
+        slot, width = self._slots[call.slot], as_bytes(values).shape[1]
+        packing = [p for p in self._transport.others if not plan.sends_all(p)]
+        packed = slot.tensor("rows out", (sum(plan.sent[p] for p in packing), width), torch.uint8)
+        records = slot.tensor("records out", (sum(plan.sent), layout.num_bytes), torch.uint8)
+        self._router.pack(
+            plan,
+            to,
+            layout,
+            call.topk_weights.detach(),
+            as_bytes(values),
+            records=records,
+            packed=packed,
+            packing=packing,
+        )
+        if extras:
+            self._write_extras(records, layout, call, scales, plan.index)
+        landing, record_transfer = self._send_records(plan, records, slot)
+        rows, staged, row_transfer = self._send_rows(call, plan, values, packed)
         return _Sent(
             plan=plan,
-            choice_rank=choice_rank,
             to=to,
+            headers=headers,
             values=values,
             scales=scales,
             layout=layout,
-            records=records,
+            records=landing,
             record_transfer=record_transfer,
             rows=rows,
             staged=staged,
@@ -108,11 +131,13 @@ class ExactCommunicator(C10dCommunicator):
         )
 
     @staticmethod
-    def _header(call: DispatchCall, values: Tensor, layout: RecordLayout) -> Header:
+    def _header(
+        call: DispatchCall, values: Tensor, layout: RecordLayout, num_tokens: int = 0
+    ) -> Header:
         return Header(
             phase=Phase.DISPATCH,
             call=call.call,
-            num_tokens=0,
+            num_tokens=num_tokens,
             num_rows=0,
             bucket=call.bucket,
             row_bytes=values.shape[1] * values.dtype.itemsize,
@@ -120,94 +145,65 @@ class ExactCommunicator(C10dCommunicator):
         )
 
     def _plan(
-        self, call: DispatchCall, values: Tensor, extras: list[Field]
-    ) -> tuple[Destinations, Plan, RecordLayout]:
+        self, call: DispatchCall, values: Tensor, layout: RecordLayout
+    ) -> tuple[Located, Plan, Headers]:
         """Exchange counts. Blocks the host."""
         num_tokens = self._host_tokens(call.num_tokens, call.num_rows)
-        to = self._locate(call, num_tokens)
-        token = Field(name="token", dtype=torch.int32)
-        layout = RecordLayout([*self._routing_fields(call), *extras, token])
-        valid = torch.arange(call.num_rows, device=self.device) < num_tokens
-        counts = to.reaches.sum(dim=0)
-        whole = (counts > 0) & (counts * _WHOLE_SHARE >= num_tokens * (_WHOLE_SHARE - 1))
-        goes = to.reaches | (whole & valid.unsqueeze(-1))
-        goes[:, self.rank] = False
-        header = self._header(call, values, layout)
-        mine = header_rows(header, goes.sum(dim=0))
-        mine[:, 2] = num_tokens
-        theirs = self._transport.exchange_headers(Phase.DISPATCH, mine)
-        self._check_headers(header, theirs, self._transport.others)
-        # Free after the headers: their exchange waited for the device already.
-        sent = [int(count) for count in mine[:, 3].tolist()]
-        by_rank = torch.nonzero_static(goes.t(), size=sum(sent))
-        tokens_of = [int(header[2]) for header in theirs.tolist()]
+        to = self._router.locate(call.topk_idx, num_tokens)
+        header = self._header(call, values, layout, num_tokens)
+        positions, mine = self._router.choose(to, header)
+        told = self._transport.exchange_headers(Phase.DISPATCH, mine)
+        self._check_headers(header, told.theirs, self._transport.others)
+        tokens_of = [int(count) for count in told.theirs[:, 2].tolist()]
         tokens_of[self.rank] = num_tokens
-        received = [int(header[3]) for header in theirs.tolist()]
+        received = [int(count) for count in told.theirs[:, 3].tolist()]
         received[self.rank] = 0
         plan = Plan(
             num_tokens=num_tokens,
-            sent=sent,
-            index=by_rank[:, 1],
+            sent=[int(count) for count in told.mine[:, 3].tolist()],
             received=received,
             tokens_of=tokens_of,
+            positions=positions,
+            headers=mine,
         )
-        return to, plan, layout
+        return to, plan, told
 
     def _send_records(
-        self,
-        call: DispatchCall,
-        plan: Plan,
-        to: Destinations | None,
-        layout: RecordLayout,
-        scales: Tensor | None,
+        self, plan: Plan, records: Tensor, slot: Workspace
     ) -> tuple[Tensor, Transfer]:
-        size, slot = layout.num_bytes, self._slots[call.slot]
-        out = slot.tensor("records out", (sum(plan.sent), size), torch.uint8)
+        size = records.shape[1]
         landing = slot.tensor("records in", (sum(plan.received), size), torch.uint8)
         if size == 0:
             return landing, Done()
-        if to is not None:
-            counts = torch.tensor(plan.sent).to(self.device, non_blocking=True)
-            ranks = torch.arange(self.num_ranks, device=self.device, dtype=torch.int32)
-            target = ranks.repeat_interleave(counts, output_size=sum(plan.sent)).unsqueeze(-1)
-            where, tokens = to.rank[plan.index], plan.index
-            layout.view(out, "ids").copy_(torch.where(where == target, to.slot[tokens], -1))
-            layout.view(out, "weights").copy_(call.topk_weights.detach()[tokens])
-            layout.view(out, "token").copy_(tokens)
-        self._write_extras(out, layout, call, scales, plan.index)
         transfer = self._transport.all_to_all(
             Phase.DISPATCH,
-            {p: out[plan.to(p)] for p in self._transport.others if plan.sent[p]},
+            {p: records[plan.to(p)] for p in self._transport.others if plan.sent[p]},
             {p: landing[plan.come_from(p)] for p in self._transport.others if plan.received[p]},
             Kind.RECORDS,
         )
         return landing, transfer
 
     def _send_rows(
-        self, call: DispatchCall, plan: Plan, values: Tensor
+        self, call: DispatchCall, plan: Plan, values: Tensor, packed: Tensor
     ) -> tuple[Tensor, Tensor, Transfer]:
         """Rows under way, also this rank's own: [R, B, H], and what is still packed."""
-        slot = self._slots[call.slot]
+        others, bucket, mine = self._transport.others, call.bucket, plan.num_tokens
         source = as_bytes(values)
         rows = self._row_room(call, values)
         places = as_bytes(rows.flatten(0, 1))
-        bucket, mine = call.bucket, plan.num_tokens
-        packing = [p for p in self._transport.others if plan.sent[p] and not plan.sends_all(p)]
-        sends = {p: source[:mine] for p in self._transport.others if plan.sends_all(p)}
-        if packing:
-            index = torch.cat([plan.index[plan.to(p)] for p in packing])
-            packed = slot.tensor("rows out", (index.shape[0], source.shape[1]), torch.uint8)
-            take_rows(source, index, packed)
-            parts = packed.split([plan.sent[p] for p in packing])
-            sends.update(zip(packing, parts, strict=True))
-        landing = [p for p in self._transport.others if not plan.receives_all(p)]
+        packing = [p for p in others if not plan.sends_all(p)]
+        sends = {p: source[:mine] for p in others if plan.sends_all(p)}
+        sends.update(zip(packing, packed.split([plan.sent[p] for p in packing]), strict=True))
+        landing = [p for p in others if not plan.receives_all(p)]
         recvs = {
             p: places[p * bucket : p * bucket + plan.received[p]]
-            for p in self._transport.others
+            for p in others
             if plan.receives_all(p)
         }
         sizes = [plan.received[p] for p in landing]
-        staged = slot.tensor("rows in", (sum(sizes), source.shape[1]), torch.uint8)
+        staged = self._slots[call.slot].tensor(
+            "rows in", (sum(sizes), source.shape[1]), torch.uint8
+        )
         recvs.update(zip(landing, staged.split(sizes), strict=True))
         transfer = self._transport.all_to_all(Phase.DISPATCH, sends, recvs, Kind.ROWS)
         # While they travel: this rank's own rows, all of them, since a copy is cheaper than a
@@ -227,29 +223,22 @@ class ExactCommunicator(C10dCommunicator):
         extras = self._read_extras(call, plan, state)
         state.row_transfer.wait()
         self._place_rows(call, plan, state)
-        return self._dispatched(
-            call, arrived, state.choice_rank, plan.num_tokens, state.rows, extras
-        )
+        return self._dispatched(call, arrived, plan.num_tokens, state.rows, extras)
 
-    def _arrive(self, call: DispatchCall, state: _Sent, to: Destinations) -> Arrived:
+    def _arrive(self, call: DispatchCall, state: _Sent, to: Located) -> Arrived:
         """Read the routing out of the records, and index it."""
-        bucket, plan, num_topk = call.bucket, state.plan, self.config.num_topk
-        records, layout = state.records, state.layout
-        counts = torch.tensor(plan.received).to(self.device, non_blocking=True)
-        start = torch.arange(self.num_ranks, device=self.device) * bucket
-        start = start.repeat_interleave(counts, output_size=sum(plan.received))
-        places = start + layout.view(records, "token")
-        shape = (self.num_ranks, bucket, num_topk)
-        local_idx = torch.full(shape, -1, dtype=torch.int32, device=self.device)
-        weights = torch.zeros(shape, dtype=call.topk_weights.dtype, device=self.device)
-        local_idx.flatten(0, 1).index_copy_(0, places, layout.view(records, "ids"))
-        weights.flatten(0, 1).index_copy_(0, places, layout.view(records, "weights"))
-        own, rows = to.rank == self.rank, slice(0, call.num_rows)
-        local_idx[self.rank, rows] = torch.where(own, to.slot, -1)
-        weights[self.rank, rows] = call.topk_weights.detach()
-        tokens = torch.tensor(plan.tokens_of, dtype=torch.int32).to(self.device)
-        full = dataclasses.replace(plan, places=places)
-        return self._index(local_idx, weights, tokens, full)
+        assert state.headers is not None
+        local_idx, weights, places, tokens = self._router.unpack(
+            state.plan,
+            to,
+            state.layout,
+            call.topk_weights.detach(),
+            state.records,
+            state.headers,
+            bucket=call.bucket,
+        )
+        plan = dataclasses.replace(state.plan, places=places)
+        return self._index(to, local_idx, weights, tokens, plan)
 
     def _read_extras(self, call: DispatchCall, plan: Plan, state: _Sent) -> dict[str, Tensor]:
         extras: dict[str, Tensor] = {}

@@ -24,6 +24,7 @@ from torch import Tensor
 from moe_comm.backends import device_math
 from moe_comm.backends.c10d_base import Arrived, C10dCommunicator
 from moe_comm.backends.c10d_plan import Hop
+from moe_comm.backends.c10d_routing import Located
 from moe_comm.backends.c10d_transport import Done, Header, Kind, Phase, Transfer, header_rows
 from moe_comm.backends.packing import (
     Field,
@@ -70,7 +71,7 @@ class _Sent:
     cross: Hop
     tokens_of: list[int]
     num_tokens: int
-    choice_rank: Tensor
+    located: Located | None
     row_bytes: int
     records: Tensor
     rows: Tensor
@@ -110,14 +111,15 @@ class HierarchicalCommunicator(C10dCommunicator):
             place = Field(name="place", dtype=torch.int32)
             layout = RecordLayout([*self._routing_fields(call), *extras, place])
             num_tokens = self._host_tokens(call.num_tokens, call.num_rows)
-            to = self._locate(call, num_tokens)
-            choice_rank = to.rank
-            cross, tokens_of = self._cross(call, layout, row_bytes, num_tokens, to.reaches)
+            to: Located | None = self._router.locate(call.topk_idx, num_tokens)
+            assert to is not None
+            reaches = self._router.reaches(to.rank)
+            cross, tokens_of = self._cross(call, layout, row_bytes, num_tokens, reaches)
         else:
             layout = RecordLayout(extras)
             route: Route = self._reusable(call.reuse).route
             num_tokens, cross, tokens_of = route.num_tokens, route.cross, []
-            to, choice_rank = None, call.reuse.choice_rank
+            to = None
             self._agree(Phase.DISPATCH, self._header(call, layout, row_bytes))
         slot = self._slots[call.slot]
         held = num_tokens + sum(cross.received)
@@ -145,7 +147,7 @@ class HierarchicalCommunicator(C10dCommunicator):
             cross=cross,
             tokens_of=tokens_of,
             num_tokens=num_tokens,
-            choice_rank=choice_rank,
+            located=to,
             row_bytes=row_bytes,
             records=records,
             rows=rows,
@@ -190,12 +192,12 @@ class HierarchicalCommunicator(C10dCommunicator):
     ) -> tuple[Hop, list[int]]:
         """Exchange how many rows go: goes [rows, R] bool. Also T of the ranks asked."""
         mine = header_rows(header, goes.sum(dim=0))
-        theirs = self._transport.exchange_headers(Phase.DISPATCH, mine, among)
+        told = self._transport.exchange_headers(Phase.DISPATCH, mine, among)
         peers = self._transport.others if among is None else among
-        self._check_headers(header, theirs, [p for p in peers if p != self.rank])
-        sent = [int(count) for count in mine[:, 3].tolist()]
-        received = [int(count) for count in theirs[:, 3].tolist()]
-        tokens_of = [int(count) for count in theirs[:, 2].tolist()]
+        self._check_headers(header, told.theirs, [p for p in peers if p != self.rank])
+        sent = [int(count) for count in told.mine[:, 3].tolist()]
+        received = [int(count) for count in told.theirs[:, 3].tolist()]
+        tokens_of = [int(count) for count in told.theirs[:, 2].tolist()]
         tokens_of[self.rank] = header.num_tokens
         index = torch.nonzero_static(goes.t(), size=sum(sent))[:, 1]
         return Hop(sent=sent, received=received, index=index), tokens_of
@@ -268,22 +270,20 @@ class HierarchicalCommunicator(C10dCommunicator):
         transfers[1].wait()
         room = self._row_room(call, state.like)
         put_rows(as_bytes(room.flatten(0, 1)), route.places, rows)
-        return self._dispatched(call, arrived, state.choice_rank, state.num_tokens, room, extras)
+        return self._dispatched(call, arrived, state.num_tokens, room, extras)
 
     def _inside(self, call: DispatchCall, state: _Sent) -> tuple[Hop, Tensor, Tensor]:
         """Which held rows go to whom in the node. Blocks the host."""
         mates = self._mates()
         width = self.placement.max_local_experts
         ids = state.layout.view(state.records, "ids")
-        rank = torch.where(ids >= 0, ids // width, self.num_ranks).to(torch.int64)
-        reaches = torch.zeros(
-            ids.shape[0], self.num_ranks + 1, dtype=torch.bool, device=self.device
-        )
-        reaches.scatter_(1, rank, True)
+        rank = torch.where(ids >= 0, ids // width, -1)
+        reaches = self._router.reaches(rank)
+        # The last entry is for masked choices.
         position = torch.full((self.num_ranks + 1,), -1, dtype=torch.int32)
         position[mates] = torch.arange(len(mates), dtype=torch.int32)
-        who = position.to(self.device)[rank]
-        goes = torch.zeros_like(reaches[:, : self.num_ranks])
+        who = position.to(self.device)[rank.to(torch.int64)]
+        goes = torch.zeros_like(reaches)
         goes[:, mates] = reaches[:, mates]
         own = goes[:, self.rank].nonzero().squeeze(1)
         goes[:, self.rank] = False
@@ -301,7 +301,8 @@ class HierarchicalCommunicator(C10dCommunicator):
         local_idx.flatten(0, 1).index_copy_(0, route.places, local)
         weights.flatten(0, 1).index_copy_(0, route.places, state.layout.view(records, "weights"))
         tokens = torch.tensor(state.tokens_of, dtype=torch.int32).to(self.device)
-        return self._index(local_idx, weights, tokens, route)
+        assert state.located is not None
+        return self._index(state.located, local_idx, weights, tokens, route)
 
     # Combine: inside the node, then between nodes.
 

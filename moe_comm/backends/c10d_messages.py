@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_comm.backends.c10d_transport import Kind, Phase, Transfer, Transport
+from moe_comm.backends.c10d_transport import Headers, Kind, Phase, Transfer, Transport
 from moe_comm.errors import PeerTimeoutError
 
 # Tags of the messages. Ranks call in one order, so one a kind is enough.
@@ -28,7 +28,7 @@ class PointToPoint(Transport):
 
     def exchange_headers(
         self, phase: Phase, headers: Tensor, among: Sequence[int] | None = None
-    ) -> Tensor:
+    ) -> Headers:
         """See Transport."""
         theirs = torch.zeros_like(headers)
         peers = self.others if among is None else [p for p in self.others if p in among]
@@ -38,7 +38,7 @@ class PointToPoint(Transport):
             {peer: theirs[peer] for peer in peers},
             Kind.HEADER,
         ).wait()
-        return theirs
+        return Headers(mine=headers, theirs=theirs, on_device=theirs)
 
     def all_to_all(
         self, phase: Phase, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], kind: Kind

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Hop:
-    """One exchange of packed rows. Lists have one entry a rank, the own entries are 0.
+class Counts:
+    """Packed rows of one exchange. Lists have one entry a rank, the own entries are 0.
 
     Attributes:
         sent, received: rows to and from each rank.
-        index: [sum of sent] int64, the row of the sender's array that each sent row is, by rank,
-            ascending for each.
     """
 
     sent: list[int]
     received: list[int]
-    index: Tensor
 
     def to(self, rank: int) -> slice:
         """Where the rows to `rank` lie in the order of sending."""
@@ -33,19 +32,40 @@ class Hop:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Plan(Hop):
-    """The way of one dispatch of mode exact: a hop from this rank's tokens.
+class Hop(Counts):
+    """One exchange of packed rows.
+
+    Attributes:
+        index: [sum of sent] int64, the row of the sender's array that each sent row is, by rank,
+            ascending for each.
+    """
+
+    index: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan(Counts):
+    """The way of one dispatch of mode exact.
 
     Attributes:
         num_tokens: this rank's T.
         tokens_of: T of each rank.
+        positions: [R, T] int, not negative where the token goes to the rank.
+        headers: [R, W] int32, what this rank told each rank, where the data is.
         places: [sum of received] int64, r * B + t of each received row, in order of arrival; None
             until the records are there.
     """
 
     num_tokens: int
     tokens_of: list[int]
+    positions: Tensor
+    headers: Tensor
     places: Tensor | None = None
+
+    @cached_property
+    def index(self) -> Tensor:
+        """[sum of sent] int64: the tokens sent, by rank, ascending for each."""
+        return torch.nonzero_static(self.positions >= 0, size=sum(self.sent))[:, 1]
 
     def sends_all(self, rank: int) -> bool:
         """Rank gets every token of this rank."""

@@ -96,6 +96,21 @@ def check_header(mine: Header, theirs: Header, rank: int) -> None:
             )
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Headers:
+    """Headers of all ranks, int32 [R, width]; those of ranks that took no part are zero.
+
+    Attributes:
+        mine: what this rank told each rank, on the host.
+        theirs: what each rank told this one, on the host.
+        on_device: theirs, where the data is.
+    """
+
+    mine: Tensor
+    theirs: Tensor
+    on_device: Tensor
+
+
 class Transfer(abc.ABC):
     """Messages under way."""
 
@@ -143,9 +158,8 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def exchange_headers(
         self, phase: Phase, headers: Tensor, among: Sequence[int] | None = None
-    ) -> Tensor:
-        """int32 [R, width], row r for rank r, on the data's device -> [R, width] on the host, row
-        r from rank r. Rows of ranks that take no part are zero. Blocks the host.
+    ) -> Headers:
+        """int32 [R, width] on the data's device, row r for rank r. Blocks the host.
 
         among: the ranks this one exchanges with, each of which names this one too; default all.
         """

@@ -47,6 +47,10 @@ class RecordLayout:
             widest = max(widest, size)
         self.num_bytes = _round_up(at, widest)
 
+    def start(self, *names: str) -> tuple[int, ...]:
+        """Bytes at which fields begin in a record."""
+        return tuple(self._start[name] for name in names)
+
     def view(self, records: Tensor, name: str) -> Tensor:
         """The field of all records: uint8 [..., num_bytes] -> [..., *shape], sharing memory."""
         field = self.fields[name]
