@@ -255,9 +255,14 @@ def other_group(backend: str) -> Any:
     return dist.new_group(backend=backend)
 
 
-def check_case(context: RankContext, case: Case, backend: str | None = None) -> dict[str, int]:
-    """Run the case on this rank and compare; returns the communicator's metrics. `backend`: of a
-    process group made for the case, where that is not the world."""
+def check_case(
+    context: RankContext, case: Case, backend: str | None = None, *, kernels: bool = False
+) -> dict[str, int]:
+    """Run the case on this rank and compare; returns the communicator's metrics.
+
+    backend: of a process group made for the case, where that is not the world.
+    kernels: take c10d's routing steps from Triton, which interprets them on the CPU.
+    """
     config = case.ep_config()
     if case.ranks_per_node is not None:
         os.environ["MOE_COMM_RANKS_PER_NODE"] = str(case.ranks_per_node)
@@ -267,6 +272,8 @@ def check_case(context: RankContext, case: Case, backend: str | None = None) -> 
     finally:
         os.environ.pop("MOE_COMM_RANKS_PER_NODE", None)
     with comm:
+        if kernels:
+            comm._router.uses_kernels = True
         for call in range(len(case.num_tokens)):
             inputs = rank_inputs(case, config, call)
             _check_call(comm, case, config, inputs, call)

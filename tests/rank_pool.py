@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -60,9 +60,15 @@ class RankPool:
     Args:
         num_ranks: processes.
         device_type: "cpu" (gloo), or "cuda": rank r on GPU r, NCCL beside gloo.
+        variables: environment of the ranks, on top of this process's.
     """
 
-    def __init__(self, num_ranks: int, device_type: str = "cpu") -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        device_type: str = "cpu",
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         # The store lives here, so that no rank's death takes it away.
         import torch.distributed as dist
 
@@ -74,7 +80,7 @@ class RankPool:
         context = multiprocessing.get_context("spawn")
         self.pipes: list[Connection] = []
         self.processes = []
-        with _one_thread():
+        with _environment({"OMP_NUM_THREADS": "1", **(variables or {})}):
             for rank in range(num_ranks):
                 ours, theirs = context.Pipe()
                 process = context.Process(
@@ -204,16 +210,17 @@ atexit.register(kill_all)
 
 
 @contextlib.contextmanager
-def _one_thread() -> Any:
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _serve(rank: int, num_ranks: int, port: int, pipe: Connection, device_type: str) -> None:

@@ -1,0 +1,74 @@
+"""c10d's Triton routing steps under the interpreter, inside whole dispatches over gloo, and their
+worked examples. They move indices and bytes only, so what holds here holds on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from comm_cases import Case, check_case
+from rank_pool import RankContext, RankPool
+from test_c10d_modes import OPTIONS, case_of
+
+NAMES = [
+    "padding-device-count", "payloads", "redundant-experts", "rank-without-experts", "hidden-odd",
+    "all-masked", "duplicates", "few-rows-kept", "handle-again", "float64",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    with RankPool(4, variables={"TRITON_INTERPRET": "1"}) as ranks:
+        yield ranks
+
+
+def with_kernels(context: RankContext, cases: list[Case]) -> None:
+    for case in cases:
+        check_case(context, case, kernels=True)
+
+
+@pytest.mark.parametrize("mode", ["exact", "dense"])
+def test_cases_by_kernels(interpreted, mode):
+    first = case_of(
+        mode, 4, routing="zipf:1+masked:0.2", config={"dispatch_wire": "fp8", "hidden": 48}
+    )
+    options = [
+        {**OPTIONS[name], "config": {"hidden": 48, **OPTIONS[name].get("config", {})}}
+        for name in NAMES
+    ]
+    interpreted.run(
+        with_kernels, [first, *(case_of(mode, 4, **option) for option in options)], timeout_s=200.0
+    )
+
+
+def worked_examples(context: RankContext) -> list[Any]:
+    """The numbers of the kernels' docstrings."""
+    from moe_comm.kernels.route_tokens import locate, plan
+
+    # One expert with copies (0, 5) and (3, 1); source 1, token 2.
+    table = torch.tensor([[[0, 5], [3, 1]]], dtype=torch.int32)
+    status = torch.zeros(1, dtype=torch.int32)
+    ids = torch.tensor([[0], [-1], [0], [9]])
+    rank, slot, kept = locate(
+        ids, table, torch.tensor([2], dtype=torch.int32), source=1, num_tokens=4, alive=None,
+        status=status,
+    )  # fmt: skip
+    found = [rank.flatten().tolist(), slot.flatten().tolist(), kept.flatten().tolist(), int(status)]
+    ranks = torch.tensor([[0, 1], [1, 1], [0, 0]], dtype=torch.int32)
+    positions, headers = plan(
+        ranks, num_ranks=2, me=0, num_tokens=3, phase=1, call=7, bucket=4, row_bytes=8,
+        record_bytes=12, share=128, width=7,
+    )  # fmt: skip
+    return [*found, positions.tolist(), headers.tolist()]
+
+
+def test_worked_examples(interpreted):
+    for rank, slot, kept, status, positions, headers in interpreted.run(worked_examples):
+        assert rank == [3, -1, 3, -1]
+        assert slot == [1, -1, 1, -1]
+        assert kept == [0, -1, 0, -1]
+        assert status == 1
+        assert positions[1] == [0, 1, -1]
+        assert positions[0] == [-1, -1, -1]
+        assert headers == [[1, 7, 3, 0, 4, 8, 12], [1, 7, 3, 2, 4, 8, 12]]
