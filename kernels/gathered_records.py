@@ -39,7 +39,7 @@ def _gathered_out_kernel(
     tl.store(to_weights + choice, weight, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["me", "bucket", "block_bytes"])
 def _gathered_in_kernel(
     blocks_ptr, local_ptr, received_ptr, tokens_ptr, alive_ptr, me, bucket, width, block_bytes,
     record_bytes, ids_at, weights_at, HEAD: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["source", "num_tokens", "num_choices"])
 def _locate_kernel(
     ids_ptr, rank_ptr, slot_ptr, kept_ptr, table_ptr, copies_ptr, alive_ptr, count_ptr, status_ptr,
     source, num_tokens, num_choices, E, K: tl.constexpr, C: tl.constexpr, COUNT: tl.constexpr,
@@ -51,7 +51,7 @@ def _locate_kernel(
     tl.store(kept_ptr + i, tl.where(valid, expert, -1), mask=inside)
 
 
-@triton.jit(do_not_specialize=["me", "num_tokens", "num_rows", "phase", "call"])
+@triton.jit(do_not_specialize=["me", "num_tokens", "num_rows", "phase", "call", "bucket"])
 def _plan_kernel(
     rank_ptr, position_ptr, header_ptr, me, num_tokens, num_rows, phase, call, bucket, row_bytes,
     record_bytes, W: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
@@ -128,7 +128,7 @@ def _pack_kernel(
                 tl.store(target + word, value, mask=word < row_words)
 
 
-@triton.jit(do_not_specialize=["num_records", "me", "num_tokens"])
+@triton.jit(do_not_specialize=["num_records", "me", "num_tokens", "bucket"])
 def _unpack_kernel(
     records_ptr, theirs_ptr, rank_ptr, slot_ptr, weights_ptr, local_ptr, received_ptr, places_ptr,
     tokens_ptr, num_records, me, num_tokens, bucket, record_bytes, ids_at, weights_at, token_at,

@@ -223,6 +223,26 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def _poison_empty() -> None:
+    """Fill what torch.empty and its like return with 0xFF bytes (NaN in every float), so that a
+    read of memory nobody wrote cannot pass for zero."""
+    import torch
+
+    def poisoned(make: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            tensor = make(*args, **options)
+            if not torch.compiler.is_compiling() and type(tensor) is torch.Tensor:
+                with torch.no_grad(), contextlib.suppress(RuntimeError):
+                    tensor.view(-1).view(torch.uint8).fill_(0xFF)
+            return tensor
+
+        return call
+
+    torch.empty = poisoned(torch.empty)
+    torch.empty_like = poisoned(torch.empty_like)
+    torch.Tensor.new_empty = poisoned(torch.Tensor.new_empty)
+
+
 def _serve(rank: int, num_ranks: int, port: int, pipe: Connection, device_type: str) -> None:
     """One rank: join the world, then call what comes down the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -232,6 +252,7 @@ def _serve(rank: int, num_ranks: int, port: int, pipe: Connection, device_type: 
         import torch.distributed as dist
 
         torch.set_num_threads(1)
+        _poison_empty()
         timeout = datetime.timedelta(seconds=START_S)
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
         backend = "gloo"

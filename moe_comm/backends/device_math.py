@@ -93,7 +93,7 @@ def partial_sums(
             beyond the capacity); else they may stay undefined.
         out: [M, D] in y's dtype.
     """
-    if y.is_cuda and y.dtype in _KERNEL_DTYPES:
+    if y.is_cuda and y.dtype in _KERNEL_DTYPES and weights.dtype == torch.float32:
         from moe_comm.kernels.combine import partial_sums as on_cuda
 
         on_cuda(y.contiguous(), position, weights, weights_applied=weights_applied, out=out)
