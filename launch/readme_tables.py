@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def table(root: Path, glob: str, wanted: Mapping[str, list[str]]) -> str:
         "",
         f"[{files[-1].name}]({files[-1].relative_to(root)}): {_devices(document)}, EP "
         f"{document['topology']['num_ranks']} over {document['topology']['transport']}, commit "
-        f"{document['git']['commit'][:12]}, `moe-bench {' '.join(document['argv'])}`",
+        f"{document['git']['commit'][:12]}, `{_command(document['argv'])}`",
         "",
         f"| {' | '.join(_TITLES)} |",
         f"| {' | '.join('---' if i < _LEFT else '---:' for i in range(len(_TITLES)))} |",
@@ -83,6 +83,12 @@ def _filters(text: str) -> dict[str, list[str]]:
 
 def _matches(row: Mapping[str, Any], wanted: Mapping[str, list[str]]) -> bool:
     return all(str(row[name]) in values for name, values in wanted.items())
+
+
+def _command(argv: Sequence[str]) -> str:
+    """What to type for such a file, without where the results went."""
+    text = " ".join(["moe-bench", *argv])
+    return re.sub(r" --(json|csv|markdown)[ =]\S+", "", text)
 
 
 def _devices(document: Mapping[str, Any]) -> str:

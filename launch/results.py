@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -157,7 +158,7 @@ def build_document(
     document = {
         "schema_version": SCHEMA_VERSION,
         "command": command,
-        "argv": list(argv),
+        "argv": without_directories(argv),
         "started": started.isoformat(timespec="seconds"),
         "git": git_facts(),
         "versions": versions(),
@@ -172,6 +173,11 @@ def build_document(
     plain: dict[str, Any] = json.loads(json.dumps(document))
     validate(plain)
     return plain
+
+
+def without_directories(argv: Sequence[str]) -> list[str]:
+    """Arguments with files by name alone: where they lay on a machine is nobody's business."""
+    return [re.sub(r"(^|[:=,])[^:=,]*/", r"\1", argument) for argument in argv]
 
 
 def write_json(path: str, document: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_comm.launch import readme_tables, report
-from moe_comm.launch.results import Row, read_json, validate, write_json
+from moe_comm.launch.results import Row, read_json, validate, without_directories, write_json
 from moe_comm.launch.run import summary
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -108,6 +108,13 @@ def test_committed_results_keep_the_schema(path):
         return
     validate(loaded)
     assert all(not row["wrong"] for row in loaded["rows"])
+
+
+def test_arguments_are_kept_without_directories():
+    given = ["run", "--routing", "trace:/a/b.npz:skewed", "--json", "/x/out.json", "--csv=y/o.csv"]
+    assert without_directories(given) == [
+        "run", "--routing", "trace:b.npz:skewed", "--json", "out.json", "--csv=o.csv",
+    ]  # fmt: skip
 
 
 def test_readme_says_what_the_result_files_say():
