@@ -60,8 +60,11 @@ def destinations(
     invalid = live & ((ids < -1) | (ids >= num_experts))
     valid = live & (ids >= 0) & (ids < num_experts)
     safe = torch.where(valid, ids, 0)
-    copy = (source_rank + position).unsqueeze(-1) % num_copies[safe]
-    chosen = copy_table[safe, copy]
+    if copy_table.shape[1] == 1:
+        chosen = copy_table[:, 0][safe]
+    else:
+        copy = (source_rank + position).unsqueeze(-1) % num_copies[safe]
+        chosen = copy_table[safe, copy]
     if alive is not None:
         valid &= alive[chosen[..., 0].to(torch.int64)]
     rank = torch.where(valid, chosen[..., 0], -1)

@@ -231,13 +231,17 @@ class C10dCommunicator(Communicator):
 
     # Headers.
 
-    def _agree(self, phase: Phase, header: Header, num_rows: Tensor | None = None) -> None:
-        """Compare headers with every other rank, where that costs little or is asked for."""
+    def _agree(self, phase: Phase, header: Header) -> None:
+        """Compare headers with every other rank.
+
+        Over gloo always: some bytes. On accelerators only under MOE_COMM_DEBUG, since it takes an
+        exchange and a host sync, which a CUDA graph could not hold; without it, ranks in different
+        calls wait for each other until the backend's own timeout.
+        """
         if not (self._transport.has_headers or env.DEBUG.get()):
             return
-        if num_rows is None:
-            num_rows = torch.zeros(self.num_ranks, dtype=torch.int32, device=self.device)
-        told = self._transport.exchange_headers(phase, header_rows(header, num_rows))
+        nothing = torch.zeros(self.num_ranks, dtype=torch.int32, device=self.device)
+        told = self._transport.exchange_headers(phase, header_rows(header, nothing))
         self._check_headers(header, told.theirs, self._transport.others)
 
     def _agree_back(self, call: CombineCall, phase: Phase) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moe_comm.backends import device_math
 from moe_comm.backends.c10d_base import Arrived, C10dCommunicator
-from moe_comm.backends.c10d_plan import Hop
+from moe_comm.backends.c10d_plan import Hop, Route
 from moe_comm.backends.c10d_routing import Located
 from moe_comm.backends.c10d_transport import Done, Header, Kind, Phase, Transfer, header_rows
 from moe_comm.backends.packing import (
@@ -38,29 +38,6 @@ from moe_comm.handle import Dispatched
 from moe_comm.wire import Wire
 
 _ROUTING = ("ids", "weights", "place")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Route:
-    """The way of one dispatch.
-
-    Attributes:
-        num_tokens: T.
-        cross: between nodes, from the rank's own tokens.
-        inside: in the node, from the M rows held.
-        own: [n] int64, held rows that reach this rank itself.
-        places: [received inside + n] int64, places of the rows that arrived: those from other
-            ranks, then the own ones.
-        who: [M, K] int32, for each held row the position in the node of each choice's rank, -1
-            where it lies elsewhere.
-    """
-
-    num_tokens: int
-    cross: Hop
-    inside: Hop
-    own: Tensor
-    places: Tensor
-    who: Tensor
 
 
 @dataclass(kw_only=True, eq=False)

@@ -74,3 +74,27 @@ class Plan(Counts):
     def receives_all(self, rank: int) -> bool:
         """Every token of `rank` comes here."""
         return self.received[rank] == self.tokens_of[rank]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Route:
+    """The way of one dispatch of mode hierarchical. M rows are held: T own ones, and those that
+    crossed from other nodes.
+
+    Attributes:
+        num_tokens: T.
+        cross: between nodes, from the rank's own tokens.
+        inside: in the node, from the M rows held.
+        own: [n] int64, held rows that reach this rank itself.
+        places: [received inside + n] int64, places of the rows that arrived: those from other
+            ranks, then the own ones.
+        who: [M, K] int32, for each held row the position in the node of each choice's rank, -1
+            where it lies elsewhere.
+    """
+
+    num_tokens: int
+    cross: Hop
+    inside: Hop
+    own: Tensor
+    places: Tensor
+    who: Tensor

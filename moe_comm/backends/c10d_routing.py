@@ -26,11 +26,13 @@ HEAD_BYTES = 16
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Located:
-    """Where choices lie: rank and slot [T, K] int32 and ids [T, K] int64, -1 where masked."""
+    """Where choices lie: rank and slot [T, K] int32 and ids [T, K] int64, -1 where masked; and
+    reaches [T, R] bool, where kernels don't do without it."""
 
     rank: Tensor
     slot: Tensor
     ids: Tensor
+    reaches: Tensor | None = None
 
 
 class Router:
@@ -93,7 +95,7 @@ class Router:
         )
         device_math.set_bit(self.status, to.num_invalid > 0, StatusBit.INVALID_ID)
         ids = torch.where(to.rank >= 0, topk_idx.to(torch.int64), -1)
-        return Located(rank=to.rank, slot=to.slot, ids=ids)
+        return Located(rank=to.rank, slot=to.slot, ids=ids, reaches=to.reaches)
 
     def reaches(self, rank: Tensor) -> Tensor:
         """[*, R] bool, from the ranks of choices [*, K]: which ranks a row goes to."""
@@ -125,12 +127,12 @@ class Router:
                 share=_WHOLE_SHARE,
                 width=len(astuple(header)),
             )
-        goes = self.reaches(to.rank)
+        goes = self.reaches(to.rank) if to.reaches is None else to.reaches
         valid = torch.arange(goes.shape[0], device=self.device) < header.num_tokens
         counts = goes.sum(dim=0)
         enough = header.num_tokens * (_WHOLE_SHARE - 1)
         whole = (counts > 0) & (counts * _WHOLE_SHARE >= enough)
-        goes |= whole & valid.unsqueeze(-1)
+        goes = goes | (whole & valid.unsqueeze(-1))
         goes[:, self.rank] = False
         return goes.t().to(torch.int8) - 1, header_rows(header, goes.sum(dim=0))
 

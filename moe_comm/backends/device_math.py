@@ -157,7 +157,7 @@ def _expert_index_cpu(
     row_index[:total] = chosen.to(torch.int32) // local_idx.shape[1]
     row_index[total:] = -1
     position = torch.full(local_idx.shape, -1, dtype=torch.int32)
-    position.view(-1)[chosen] = torch.arange(total, dtype=torch.int32)
+    position.view(-1).index_copy_(0, chosen, torch.arange(total, dtype=torch.int32))
     return offsets, row_index, position
 
 
