@@ -108,7 +108,7 @@ class TorchSymmetricMemory(SymmetricMemory):
 
     def close(self) -> None:
         del self._handle
-        self.block = self.block[:0]
+        self.block = self.block.new_empty(0)
 
 
 class VirtualSymmetricMemory(SymmetricMemory):

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-# Helpers (rank_pool, *_cases) are imported by name, also in the ranks' own processes.
-sys.path.insert(0, str(Path(__file__).parent))
+# Helpers (rank_pool, *_cases) are imported by name, also in the ranks' own processes, which find
+# the tests' functions as tests.test_...: the pytest command leaves the repository off the path.
+for folder in (Path(__file__).parents[1], Path(__file__).parent):
+    sys.path.insert(0, str(folder))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

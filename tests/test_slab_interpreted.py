@@ -32,29 +32,16 @@ def test_under_the_interpreter() -> None:
 
 
 def _world(num_ranks=3, mode="low-latency", chunk=1 << 20, **shape):
+    from slab_world import VirtualWorld
+
     from moe_comm import EPConfig
     from moe_comm.backends.slab_modes import SlabTuning
-    from tests_slab_world import VirtualWorld
 
     config = EPConfig(
         **{"num_experts": 10, "num_topk": 4, "hidden": 48, "max_tokens_per_rank": 9} | shape
     )
     tuning = SlabTuning(mode=mode, combine_chunk_tokens=chunk)
     return VirtualWorld(config, num_ranks, CPU, tuning)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _slab_world():
-    """Tests are no package, so the helper beside this file is loaded by its path."""
-    import importlib.util
-
-    path = Path(__file__).with_name("slab_world.py")
-    spec = importlib.util.spec_from_file_location("tests_slab_world", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["tests_slab_world"] = module
-    spec.loader.exec_module(module)
 
 
 @inside

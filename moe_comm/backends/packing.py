@@ -70,6 +70,9 @@ def _round_up(value: int, multiple: int) -> int:
 
 def as_bytes(rows: Tensor) -> Tensor:
     """[M, D] of any dtype -> uint8 [M, bytes], sharing memory; the inner dimension contiguous."""
+    if rows.shape[-1] == 1 and rows.stride(-1) != 1:
+        # The stride of a single column is free; a view of another size asks for 1.
+        rows = rows.as_strided(rows.shape, (*rows.stride()[:-1], 1))
     return rows.view(torch.uint8) if rows.dtype != torch.uint8 else rows
 
 

@@ -143,6 +143,8 @@ class SlabCommunicator(Communicator):
 
     def _close(self) -> None:
         torch.cuda.synchronize(self.device)
+        # The engine's views would keep the memory.
+        del self.engine
         self._memory.close()
 
 
