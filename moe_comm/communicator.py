@@ -5,32 +5,24 @@ Shape legend: T this rank's tokens, R ranks, B the bucket, H hidden, K choices, 
 
 from __future__ import annotations
 
-import abc
-import logging
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, overload
+from typing import Literal, Self, overload
 
 import torch
 from torch import Tensor
 
-from moe_comm import ops
-from moe_comm.calls import CombineCall, DispatchCall, Rows, check_combine, check_dispatch
+from moe_comm import recorded
+from moe_comm.calls import Rows
 from moe_comm.chunks import Pending, forward_in_chunks
-from moe_comm.config import EPConfig
+from moe_comm.engine import Engine
 from moe_comm.errors import PeerTimeoutError, SlotError
-from moe_comm.group import Group
 from moe_comm.handle import Dispatched, DispatchHandle
-from moe_comm.metrics import CallEvent, Hook, Metrics, nvtx_range
+from moe_comm.metrics import Hook
 from moe_comm.placement import ExpertPlacement
-from moe_comm.status import Status
-
-logger = logging.getLogger("moe_comm")
-
-T = TypeVar("T")
 
 
-class Communicator(abc.ABC):
+class Communicator(Engine):
     """Expert-parallel dispatch and combine of one MoE layer's shape over one group.
 
     Every method named collective is called by all ranks of the group in the same order. A
@@ -43,74 +35,6 @@ class Communicator(abc.ABC):
         backend, mode: what runs inside ("c10d", "exact").
         capabilities: as the backend's Support has them.
     """
-
-    backend: str
-    mode: str
-    capabilities: tuple[str, ...] = ()
-    _op_name: str | None = None
-
-    def __init__(self, config: EPConfig, group: Group) -> None:
-        self.config = config
-        self.group = group
-        self.placement = config.placement_for(group.num_ranks)
-        self.rank, self.num_ranks, self.device = group.rank, group.num_ranks, group.device
-        self.num_local_experts = self.placement.num_local_experts(self.rank)
-        # Replaced in place by update_placement, so that captured graphs see the new table.
-        self._copy_table = self.placement.copy_table.to(self.device)
-        self._num_copies = self.placement.num_copies.to(self.device)
-        self._metrics = Metrics()
-        self._hooks: list[Hook] = []
-        self._busy_slots: set[int] = set()
-        self._next_call = 0
-        self._destroyed = False
-
-    # What a backend implements.
-
-    @abc.abstractmethod
-    def _start_dispatch(self, call: DispatchCall) -> Any:
-        """Enqueue the send half; returns what _finish_dispatch needs."""
-
-    @abc.abstractmethod
-    def _finish_dispatch(self, call: DispatchCall, state: Any) -> Dispatched:
-        """Enqueue the receive half and the index computation."""
-
-    @abc.abstractmethod
-    def _start_combine(self, call: CombineCall) -> Any:
-        """Enqueue the partial sums and the send half."""
-
-    @abc.abstractmethod
-    def _finish_combine(self, call: CombineCall, state: Any) -> Tensor:
-        """Enqueue the receive half and the final sum: [num_rows, H]."""
-
-    def _dispatch_at_once(self, call: DispatchCall) -> Dispatched:
-        """Both halves, for backends that can do better than one after the other."""
-        return self._finish_dispatch(call, self._start_dispatch(call))
-
-    def _combine_at_once(self, call: CombineCall) -> Tensor:
-        """Both halves, likewise."""
-        return self._finish_combine(call, self._start_combine(call))
-
-    @abc.abstractmethod
-    def _read_status(self) -> Status:
-        """Read the status word and clear the bits that are not sticky. Synchronizes."""
-
-    def _close(self) -> None:  # noqa: B027 - most backends hold nothing to close
-        """Free what the backend holds."""
-
-    def _signal_release(self, handle: DispatchHandle) -> None:  # noqa: B027 - few need it
-        """Tell the sources that a slot was freed without a combine, where that must be told."""
-
-    def _repeat_rows(self, rows: Tensor, handle: DispatchHandle) -> Tensor:
-        """Send rows [T, H] along a handle's routing as they are: a new [R, B, H]. Collective; the
-        handle may be combined already. For gradients, where "autograd" is a capability."""
-        raise NotImplementedError
-
-    def _return_rows(self, rows: Tensor, handle: DispatchHandle) -> Tensor:
-        """Add rows [R, B, D] of any float dtype up at their tokens, unweighted and as they are:
-        [T, D]. Likewise."""
-        raise NotImplementedError
-
-    # The interface.
 
     @overload
     def dispatch(
@@ -182,8 +106,8 @@ class Communicator(abc.ABC):
         the call goes through moe_comm.ops: rows are a copy, and async_op overlaps nothing.
         """
         self._check_alive()
-        if ops.wants_ops(self, x, topk_weights, handle.topk_weights if handle else None):
-            recorded = ops.dispatch_through(
+        if recorded.wants_ops(self, x, topk_weights, handle.topk_weights if handle else None):
+            result = recorded.dispatch_through(
                 self,
                 x,
                 topk_idx,
@@ -193,7 +117,7 @@ class Communicator(abc.ABC):
                 payloads=payloads,
                 handle=handle,
             )
-            return ops.as_pending(recorded) if async_op else recorded
+            return recorded.as_pending(result) if async_op else result
         return self._dispatch_now(
             x,
             topk_idx,
@@ -204,52 +128,6 @@ class Communicator(abc.ABC):
             handle=handle,
             async_op=async_op,
         )
-
-    def _dispatch_now(
-        self,
-        x: Rows,
-        topk_idx: Tensor | None,
-        topk_weights: Tensor | None,
-        *,
-        num_tokens: int | Tensor | None,
-        bucket: int | None,
-        payloads: Mapping[str, Tensor] | None,
-        handle: DispatchHandle | None,
-        async_op: bool,
-    ) -> Dispatched | Pending[Dispatched]:
-        """dispatch, recording nothing."""
-        call = check_dispatch(
-            self.config,
-            self.device,
-            x,
-            topk_idx,
-            topk_weights,
-            num_tokens=num_tokens,
-            bucket=bucket,
-            payloads=payloads,
-            handle=handle,
-        )
-        call.slot = self._take_slot(handle)
-        call.call = self._next_call
-        self._next_call += 1
-        self._metrics.dispatches += 1
-        self._emit("dispatch", call.call, call.bucket)
-        on_cuda = self.device.type == "cuda"
-        if not async_op:
-            with nvtx_range("moe_comm.dispatch", enabled=on_cuda):
-                arrived = self._guard(call.slot, lambda: self._dispatch_at_once(call))
-            arrived.handle._owner = self
-            return arrived
-        with nvtx_range("moe_comm.dispatch.send", enabled=on_cuda):
-            state = self._guard(call.slot, lambda: self._start_dispatch(call))
-
-        def finish() -> Dispatched:
-            with nvtx_range("moe_comm.dispatch.receive", enabled=on_cuda):
-                result = self._guard(call.slot, lambda: self._finish_dispatch(call, state))
-            result.handle._owner = self
-            return result
-
-        return Pending(finish)
 
     @overload
     def combine(
@@ -314,8 +192,8 @@ class Communicator(abc.ABC):
         """
         self._check_alive()
         biases = bias if isinstance(bias, tuple) else (bias,)
-        if ops.wants_ops(self, y, handle.topk_weights, *biases):
-            recorded = ops.combine_through(
+        if recorded.wants_ops(self, y, handle.topk_weights, *biases):
+            result = recorded.combine_through(
                 self,
                 y,
                 handle,
@@ -324,7 +202,7 @@ class Communicator(abc.ABC):
                 bias=bias,
                 out=out,
             )
-            return ops.as_pending(recorded) if async_op else recorded
+            return recorded.as_pending(result) if async_op else result
         return self._combine_now(
             y,
             handle,
@@ -334,55 +212,6 @@ class Communicator(abc.ABC):
             out=out,
             async_op=async_op,
         )
-
-    def _combine_now(
-        self,
-        y: Tensor,
-        handle: DispatchHandle,
-        *,
-        layout: str,
-        weights_applied: bool,
-        bias: Tensor | tuple[Tensor, ...] | None,
-        out: Tensor | None,
-        async_op: bool,
-    ) -> Tensor | Pending[Tensor]:
-        """combine, recording nothing."""
-        if handle._owner is not self:
-            raise ValueError("handle: expected a handle of this communicator, got another's")
-        if handle.combined or handle.released:
-            done = "combined" if handle.combined else "released"
-            raise SlotError(f"handle: dispatch {handle.call} was {done} already")
-        call = check_combine(
-            self.config,
-            self.device,
-            self.num_ranks,
-            y,
-            handle,
-            layout=layout,
-            weights_applied=weights_applied,
-            bias=bias,
-            out=out,
-            num_expert_rows=self.expert_row_capacity(handle.bucket),
-        )
-        self._metrics.combines += 1
-        self._emit("combine", handle.call, handle.bucket)
-        handle.combined = True
-        on_cuda = self.device.type == "cuda"
-        if not async_op:
-            with nvtx_range("moe_comm.combine", enabled=on_cuda):
-                combined: Tensor = self._guard(handle.slot, lambda: self._combine_at_once(call))
-            self._busy_slots.discard(handle.slot)
-            return combined
-        with nvtx_range("moe_comm.combine.send", enabled=on_cuda):
-            state = self._guard(handle.slot, lambda: self._start_combine(call))
-
-        def finish() -> Tensor:
-            with nvtx_range("moe_comm.combine.receive", enabled=on_cuda):
-                result: Tensor = self._guard(handle.slot, lambda: self._finish_combine(call, state))
-            self._busy_slots.discard(handle.slot)
-            return result
-
-        return Pending(finish)
 
     def forward(
         self,
@@ -471,10 +300,6 @@ class Communicator(abc.ABC):
             f"mask_rank: the {self.backend} backend cannot go on without {rank}"
         )
 
-    def expert_row_capacity(self, bucket: int) -> int:
-        """Length of row_index at this bucket."""
-        return self.config.expert_row_capacity(self.num_ranks, self.num_local_experts, bucket)
-
     def metrics(self) -> dict[str, int]:
         """Counts since creation: see moe_comm.metrics.Metrics."""
         return self._metrics.snapshot()
@@ -499,48 +324,3 @@ class Communicator(abc.ABC):
         trace: TracebackType | None,
     ) -> None:
         self.destroy()
-
-    # Shared pieces.
-
-    def _check_alive(self) -> None:
-        if self._destroyed:
-            raise RuntimeError("this communicator was destroyed; create a new one")
-
-    def _take_slot(self, reuse: DispatchHandle | None) -> int:
-        if reuse is not None and not (reuse.combined or reuse.released):
-            raise SlotError(
-                f"handle: dispatch {reuse.call} still holds slot {reuse.slot}; combine or release "
-                "it before its routing is repeated"
-            )
-        # The lowest free slot: calls come in one order on all ranks, so all take the same.
-        for slot in range(self.config.num_slots):
-            if slot not in self._busy_slots:
-                self._busy_slots.add(slot)
-                return slot
-        raise SlotError(
-            f"dispatch: all {self.config.num_slots} slots are taken; combine or release a handle "
-            "first, or raise EPConfig.num_slots"
-        )
-
-    def _guard(self, slot: int, step: Callable[[], T]) -> T:
-        try:
-            return step()
-        except Exception as error:
-            # The call is over: a caller that goes on (mask_rank) must not lose the slot with it.
-            self._busy_slots.discard(slot)
-            if isinstance(error, PeerTimeoutError):
-                self._metrics.timeouts += 1
-            raise
-
-    def _emit(self, phase: str, call: int, bucket: int) -> None:
-        if self._hooks:
-            event = CallEvent(
-                phase=phase,
-                call=call,
-                backend=self.backend,
-                mode=self.mode,
-                bucket=bucket,
-                rank=self.rank,
-            )
-            for hook in self._hooks:
-                hook(event)

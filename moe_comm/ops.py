@@ -20,60 +20,17 @@ Shape legend: T tokens, R ranks, B bucket, K choices, H hidden, N expert rows, L
 
 from __future__ import annotations
 
-import dataclasses
-import weakref
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_comm.calls import Rows
-from moe_comm.chunks import Pending
-from moe_comm.handle import Dispatched, DispatchHandle
+from moe_comm.handle import Dispatched
+from moe_comm.ops_registry import communicator_of, name_of, new_token, routing_of
 
-if TYPE_CHECKING:
-    from moe_comm.communicator import Communicator
-
-_communicators: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
-# Token -> what was dispatched; an entry lives as long as its token's memory.
-_routings: dict[int, Dispatched] = {}
-_next_token = 0
-
-
-def name_of(comm: Communicator) -> str:
-    """The name by which the ops find a communicator of this process."""
-    name = getattr(comm, "_op_name", None)
-    if name is None:
-        name = f"moe_comm_{len(_communicators)}_{id(comm):x}"
-        comm._op_name = name
-        _communicators[name] = comm
-    return name
-
-
-def _communicator(name: str) -> Communicator:
-    comm = _communicators.get(name)
-    if comm is None:
-        raise ValueError(f"communicator: expected the name of a live one, got {name!r}")
-    return comm
-
-
-def _new_token(arrived: Dispatched) -> Tensor:
-    global _next_token
-    _next_token += 1
-    number = _next_token
-    token = torch.tensor([number])
-    _routings[number] = arrived
-    weakref.finalize(token.untyped_storage(), _routings.pop, number, None)
-    return token
-
-
-def _routing(token: Tensor) -> Dispatched:
-    arrived = _routings.get(int(token))
-    if arrived is None:
-        raise ValueError(f"token: expected one of moe_comm::dispatch, got {int(token)}")
-    return arrived
-
+__all__ = ["combine", "combine_backward", "dispatch", "name_of", "return_rows"]
 
 # dispatch
 
@@ -97,7 +54,7 @@ def dispatch(
     Returns rows, scales (empty for a wire without), topk_idx, topk_weights, num_tokens_per_rank,
     expert_offsets, row_index, as Dispatched has them; and the token, CPU int64 [1].
     """
-    comm = _communicator(communicator)
+    comm = communicator_of(communicator)
     given: int | Tensor | None = num_tokens_tensor
     if given is None:
         given = None if num_tokens < 0 else num_tokens
@@ -109,12 +66,12 @@ def dispatch(
         num_tokens=given,
         bucket=None if bucket < 0 else bucket,
         payloads={str(i): tensor.detach() for i, tensor in enumerate(payloads)},
-        handle=None if repeat is None else _routing(repeat).handle,
+        handle=None if repeat is None else routing_of(repeat).handle,
         async_op=False,
     )
     assert isinstance(arrived, Dispatched)
     copied = arrived.rows.clone(memory_format=torch.contiguous_format)
-    token = _new_token(arrived)
+    token = new_token(arrived)
     return (
         copied,
         copied.new_empty(0) if arrived.scales is None else arrived.scales.clone(),
@@ -141,7 +98,7 @@ def _(
     repeat: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     del num_tokens, num_tokens_tensor, topk_idx, payloads, repeat
-    comm = _communicator(communicator)
+    comm = communicator_of(communicator)
     config, wire = comm.config, comm.config.wire
     room = (comm.num_ranks, config.bucket if bucket < 0 else bucket)
     rows = x.new_empty(
@@ -190,7 +147,7 @@ def return_rows(rows: Tensor, token: Tensor, communicator: str, num_rows: int) -
     """[R, B, D] -> [T, D]: each token's rows from the ranks it reached, added up unweighted; T is
     num_rows. Collective. Gradients are not recorded through it."""
     del num_rows
-    return _communicator(communicator)._return_rows(rows, _routing(token).handle)
+    return communicator_of(communicator)._return_rows(rows, routing_of(token).handle)
 
 
 @return_rows.register_fake
@@ -217,8 +174,8 @@ def combine(
 ) -> Tensor:
     """Communicator.combine: [T, H]. `topk_weights` [T, K] are those of the dispatch: given again so
     that their gradient has somewhere to go."""
-    comm = _communicator(communicator)
-    handle = _routing(token).handle
+    comm = communicator_of(communicator)
+    handle = routing_of(token).handle
     if topk_weights.shape != handle.topk_weights.shape:
         raise ValueError(
             f"topk_weights: expected the dispatch's, {list(handle.topk_weights.shape)}, got "
@@ -292,8 +249,8 @@ def combine_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of y, and of topk_weights [T, K] (zeros where they were not asked for, or were
     applied before). Collective."""
-    comm = _communicator(communicator)
-    handle = _routing(token).handle
+    comm = communicator_of(communicator)
+    handle = routing_of(token).handle
     rows = comm._repeat_rows(grad, handle)
     position = handle.choice_position
     here = position >= 0
@@ -335,179 +292,9 @@ def _(
     wants_weights: bool,
 ) -> tuple[Tensor, Tensor]:
     del token, layout, weights_applied, wants_weights
-    config = _communicator(communicator).config
+    config = communicator_of(communicator).config
     kind = torch.float64 if grad.dtype == torch.float64 else torch.float32
     return torch.empty_like(y), grad.new_empty(grad.shape[0], config.num_topk, dtype=kind)
 
 
 combine.register_autograd(_combine_backward, setup_context=_keep_for_combine)
-
-
-# What Communicator calls.
-
-
-def wants_ops(comm: Communicator, *tensors: object) -> bool:
-    """Whether a call with these arguments has to go through the ops.
-
-    Raises ValueError where gradients are recorded and the backend has none.
-    """
-    if torch.compiler.is_compiling():
-        return True
-    recorded = torch.is_grad_enabled() and any(
-        isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors
-    )
-    if recorded and "autograd" not in comm.capabilities:
-        raise ValueError(
-            f"requires_grad: backend {comm.backend} computes no gradients, got a tensor that "
-            "records them; use a backend that does (c10d), or call under torch.no_grad()"
-        )
-    return recorded
-
-
-def dispatch_through(
-    comm: Communicator,
-    x: Rows,
-    topk_idx: Tensor | None,
-    topk_weights: Tensor | None,
-    *,
-    num_tokens: int | Tensor | None,
-    bucket: int | None,
-    payloads: Mapping[str, Tensor] | None,
-    handle: DispatchHandle | None,
-) -> Dispatched:
-    """Communicator.dispatch by way of the op."""
-    values, scales = x if isinstance(x, tuple) else (x, None)
-    if values.requires_grad and comm.config.wire.scale_dtype is not None:
-        raise ValueError(
-            f"x: expected no gradients on dispatch wire {comm.config.wire.name!r}, whose rows are "
-            "float8; use 'bf16' or 'none' for training"
-        )
-    given = payloads or {}
-    repeat = None if handle is None else token_of(comm, handle)
-    outputs = torch.ops.moe_comm.dispatch(
-        values,
-        scales,
-        topk_idx,
-        topk_weights,
-        name_of(comm),
-        num_tokens if isinstance(num_tokens, int) else -1,
-        num_tokens if isinstance(num_tokens, Tensor) else None,
-        -1 if bucket is None else bucket,
-        list(given.values()),
-        repeat,
-    )
-    rows, factors, ids, weights, tokens, offsets, row_index, token = outputs
-    if torch.compiler.is_compiling():
-        return _traced(comm, outputs, topk_idx, topk_weights, bucket, given)
-    arrived = _routing(token)
-    user_weights = arrived.handle.topk_weights if topk_weights is None else topk_weights
-    if handle is not None:
-        user_weights = handle.topk_weights
-    return dataclasses.replace(
-        arrived,
-        rows=rows,
-        scales=None if arrived.scales is None else factors,
-        topk_idx=ids,
-        topk_weights=weights,
-        num_tokens_per_rank=tokens,
-        expert_offsets=offsets,
-        row_index=row_index,
-        payloads={name: arrived.payloads[str(i)] for i, name in enumerate(given)},
-        handle=dataclasses.replace(arrived.handle, topk_weights=user_weights, token=token),
-    )
-
-
-def _traced(
-    comm: Communicator,
-    outputs: tuple[Tensor, ...],
-    topk_idx: Tensor | None,
-    topk_weights: Tensor | None,
-    bucket: int | None,
-    payloads: Mapping[str, Tensor],
-) -> Dispatched:
-    """The result inside a graph. Its handle has what combine needs, and nothing else."""
-    rows, factors, ids, weights, tokens, offsets, row_index, token = outputs
-    if topk_idx is None or topk_weights is None or payloads:
-        raise ValueError(
-            "handle, payloads: expected None under torch.compile, where only rows and routing "
-            "travel through the graph"
-        )
-    nothing = row_index.new_empty(0)
-    return Dispatched(
-        rows=rows,
-        scales=None if comm.config.wire.scale_dtype is None else factors,
-        topk_idx=ids,
-        topk_weights=weights,
-        num_tokens_per_rank=tokens,
-        payloads={},
-        expert_offsets=offsets,
-        row_index=row_index,
-        wire=comm.config.wire,
-        handle=DispatchHandle(
-            call=-1,
-            slot=-1,
-            bucket=comm.config.bucket if bucket is None else bucket,
-            num_rows=topk_idx.shape[0],
-            num_tokens=topk_idx.shape[0],
-            topk_idx=topk_idx,
-            choice_rank=nothing,
-            topk_weights=topk_weights,
-            received_weights=weights,
-            choice_position=nothing,
-            num_tokens_per_rank=tokens,
-            token=token,
-        ),
-    )
-
-
-def combine_through(
-    comm: Communicator,
-    y: Tensor,
-    handle: DispatchHandle,
-    *,
-    layout: str,
-    weights_applied: bool,
-    bias: Tensor | tuple[Tensor, ...] | None,
-    out: Tensor | None,
-) -> Tensor:
-    """Communicator.combine by way of the op."""
-    if out is not None:
-        raise ValueError("out: expected None where gradients are recorded, got a tensor")
-    biases = [] if bias is None else [bias] if isinstance(bias, Tensor) else list(bias)
-    token = token_of(comm, handle)
-    result: Tensor = torch.ops.moe_comm.combine(
-        y, handle.topk_weights, token, name_of(comm), layout, weights_applied, biases
-    )
-    handle.combined = True
-    return result
-
-
-def token_of(comm: Communicator, handle: DispatchHandle) -> Tensor:
-    """The token of a handle, made where its dispatch recorded nothing."""
-    del comm
-    if handle.token is None:
-        inner = dataclasses.replace(handle, topk_weights=handle.topk_weights.detach())
-        handle.token = _new_token(_bare(inner))
-    return handle.token
-
-
-def _bare(handle: DispatchHandle) -> Dispatched:
-    """A registry entry for a handle alone: its rows are nobody's business any more."""
-    nothing = handle.topk_idx.new_empty(0)
-    return Dispatched(
-        rows=nothing,
-        scales=None,
-        topk_idx=nothing,
-        topk_weights=handle.received_weights,
-        num_tokens_per_rank=handle.num_tokens_per_rank,
-        payloads={},
-        expert_offsets=nothing,
-        row_index=nothing,
-        wire=handle._owner.config.wire,
-        handle=handle,
-    )
-
-
-def as_pending(value: Any) -> Pending[Any]:
-    """A call that is over already: recorded calls do not overlap."""
-    return Pending(lambda: value)

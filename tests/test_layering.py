@@ -15,7 +15,7 @@ PACKAGE = ROOT / "moe_comm"
 # Rooms from the bottom up; a module may import its own room and those below it.
 ROOMS = ("kernels", "core", "backends", "outside", "model", "launch")
 # Places where the core loads something above it by name, on purpose and when asked.
-LAZY = {("moe_comm.negotiate", "moe_comm.backends"), ("moe_comm.ops", "moe_comm.communicator")}
+LAZY = {("moe_comm.negotiate", "moe_comm.backends")}
 
 
 def room_of(module: str) -> str:

@@ -9,7 +9,7 @@ import torch
 from comm_cases import SHAPE, assert_same_bits
 from rank_pool import RankContext, run_ranks
 
-from moe_comm import EPConfig, ops
+from moe_comm import EPConfig, ops, ops_registry
 from moe_comm.launch.rank_data import RankData
 
 BARE: dict[str, Any] = {**SHAPE, "dispatch_wire": "none", "combine_wire": "none", "num_slots": 3}
@@ -120,7 +120,7 @@ def compare_compiled(context: RankContext, mode: str, form: str, dtype: str) -> 
             )
         del out, results
         assert not comm._busy_slots
-        assert not ops._routings
+        assert not ops_registry._routings
 
 
 @pytest.mark.parametrize("form", ["ops", "methods"])
