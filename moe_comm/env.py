@@ -76,13 +76,6 @@ COMMIT = Variable[str | None](
     effect="commit named in result files where no git directory is at hand",
     parse=str,
 )
-SLAB_FORCE_PUT = Variable[bool](
-    name="MOE_COMM_SLAB_FORCE_PUT",
-    kind="0 or 1",
-    default=False,
-    effect="slab: NVSHMEM put with signal even where peers have direct pointers",
-    parse=_bool,
-)
 NODE_RANKS = Variable[int | None](
     name="MOE_COMM_RANKS_PER_NODE",
     kind="a whole number above 0",
@@ -96,6 +89,5 @@ VARIABLES: tuple[Variable[object], ...] = (
     DEBUG,
     TIMEOUT_S,
     COMMIT,
-    SLAB_FORCE_PUT,
     NODE_RANKS,
 )

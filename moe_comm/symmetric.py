@@ -1,9 +1,8 @@
 """Symmetric memory: one block a rank, laid out alike on all, that the others can write into.
 
 Named regions are reserved before the one rendezvous; views are bounds-checked; a table of the
-ranks' base addresses lies on the device. Providers: torch (CUDA symmetric memory), NVSHMEM (the
-symmetric heap of nvshmem4py), and virtual (all ranks' blocks in this process's memory, for tests).
-No multicast anywhere.
+ranks' base addresses lies on the device. Providers: torch (CUDA symmetric memory), and virtual (all
+ranks' blocks in this process's memory, for tests). No multicast anywhere.
 """
 
 from __future__ import annotations
