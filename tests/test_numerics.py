@@ -18,7 +18,8 @@ def nearest_f32(value: Fraction) -> float:
     """The fp32 nearest to an exact value, ties to even, by comparing neighbours."""
     if value == 0:
         return 0.0
-    guess = np.float32(float(value))
+    with np.errstate(over="ignore"):
+        guess = np.float32(float(value))
     if not np.isfinite(guess):
         # Half a unit above the largest number is where infinity begins.
         limit = Fraction(2) ** 128 - Fraction(2) ** 103
