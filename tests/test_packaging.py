@@ -69,3 +69,20 @@ def test_the_trace_ships_inside():
     data = files("moe_comm.launch") / "data" / "routing_trace.npz"
     assert data.is_file()
     assert (ROOT / "moe_comm" / "py.typed").is_file()
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    """A typo is answered, and Ctrl-C heard, before seconds of imports."""
+    code = "import sys, moe_comm.launch.cli; print('torch' in sys.modules, 'triton' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+def test_every_public_name_is_there() -> None:
+    import moe_comm
+
+    assert set(moe_comm.__all__) <= set(dir(moe_comm))
+    for name in moe_comm.__all__:
+        assert getattr(moe_comm, name) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = moe_comm.no_such_name
