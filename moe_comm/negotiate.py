@@ -1,8 +1,9 @@
 """create_communicator: one backend that every rank can build, chosen in agreed steps.
 
-Ranks agree (an exchange each) on 1. the configuration, 2. each candidate's import and verdict,
-3. a probe in a child process where the backend has one, 4. construction under a watchdog. Where a
-step fails on any rank, all ranks take the next candidate, and the reasons are logged once.
+Ranks agree (an exchange each) on 1. the configuration and the backend asked for, 2. each
+candidate's verdict: its import, its own answer, and a probe in a child process where it has one,
+3. construction under a watchdog. Where a step fails on any rank, all ranks take the next candidate,
+and the reasons are logged once, by rank 0.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ def create_communicator(
             MOE_COMM_BACKEND. A backend asked for by name is the only one tried.
 
     Raises:
-        ConfigMismatchError: ranks were given different configurations.
+        ConfigMismatchError: ranks were given different configurations, or backends.
         BackendUnavailableError: no candidate can serve all ranks; lists every reason.
         ValueError: an unknown backend name.
     """
     ranks = group if isinstance(group, Group) else Group(group)
-    _agree_on_config(config, ranks)
     asked = backend
     if asked == "auto":
         asked = env.BACKEND.get() or "auto"
+    _agree_on_config(config, asked, ranks)
     name, _, mode = asked.partition(":")
     if name != "auto" and name not in backends.MODULES:
         known = ", ".join(["auto", *backends.MODULES])
@@ -75,19 +76,31 @@ def create_communicator(
 
 
 def supports(name: str, config: EPConfig, topology: Topology) -> Support:
-    """One backend's own verdict, import failures included. Not collective."""
+    """One backend's own verdict, import failures included, and that of its probe in a child
+    process, which is asked once a process. Not collective."""
     try:
         module = backends.load(name)
         verdict: Support = module.supports(config, topology)
+        if verdict.ok and hasattr(module, "probe"):
+            # An import may take longer than a rank should wait for a row.
+            probed = _in_child(module.probe, topology, timeout_s=max(config.wait_s, 60.0))
+            remarks = [text for text in (verdict.reason, probed.reason) if text]
+            verdict = verdict._replace(reason="; ".join(remarks)) if probed.ok else probed
     except Exception as error:  # noqa: BLE001 - a broken optional library must become a reason
         return Support(False, f"{type(error).__name__}: {error}")
     return verdict
 
 
-def _agree_on_config(config: EPConfig, group: Group) -> None:
-    described = group.all_gather(config.describe())
-    for rank, other in enumerate(described):
-        for field, value in described[0].items():
+def _agree_on_config(config: EPConfig, asked: str, group: Group) -> None:
+    described = group.all_gather((asked, config.describe()))
+    wanted, first = described[0]
+    for rank, (other_asked, other) in enumerate(described):
+        if other_asked != wanted:
+            raise ConfigMismatchError(
+                f"backend: rank 0 asks for {wanted!r}, rank {rank} for {other_asked!r}; give all "
+                "ranks the same backend and MOE_COMM_BACKEND"
+            )
+        for field, value in first.items():
             if other[field] != value:
                 raise ConfigMismatchError(
                     f"config.{field}: rank 0 has {value!r}, rank {rank} has {other[field]!r}; all "
@@ -107,25 +120,37 @@ def _try_backend(
     if reason:
         return None, reason
     module = backends.load(name)
-    if hasattr(module, "probe"):
-        probed = _in_child(module.probe, config, topology, timeout_s=config.wait_s)
-        reason = _first_failure(group.all_gather((probed.ok, probed.reason)))
-        if reason:
-            return None, reason
     built, failure = _under_watchdog(
         lambda: module.build(config, group, mode or None), group, timeout_s=2 * config.wait_s
     )
-    reason = _first_failure(group.all_gather((not failure, failure)))
+    reason = _first_failure(group.all_gather((built is not None, failure)))
     if reason:
         if built is not None:
-            built.destroy()
+            _drop(built, timeout_s=config.wait_s)
         return None, reason
     return built, ""
+
+
+def _drop(built: Communicator, *, timeout_s: float) -> None:
+    """Give up what was built here alone. A backend whose destroy() meets the other ranks has an
+    abandon() that does not."""
+    abandon = getattr(built, "abandon", built.destroy)
+
+    def work() -> None:
+        try:
+            abandon()
+        except Exception:  # the reason of the ranks that failed is told instead
+            logger.debug("a communicator that only some ranks built", exc_info=True)
+
+    thread = threading.Thread(target=work, name="moe_comm-drop", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
 
 
 def _first_failure(verdicts: list[tuple[bool, str]]) -> str:
     for rank, (ok, reason) in enumerate(verdicts):
         if not ok:
+            reason = reason or "it does not say why"
             return f"{reason} (rank {rank})" if len(verdicts) > 1 else reason
     return ""
 
@@ -143,46 +168,54 @@ _answer_probe(stdin, int(sys.argv[1]))
 
 def _answer_probe(given: IO[bytes], descriptor: int) -> None:
     """The child's side."""
-    probe, config, topology = pickle.load(given)
+    probe, topology = pickle.load(given)
     try:
-        answer = tuple(probe(config, topology))
+        answer = tuple(probe(topology))
     except Exception as error:  # noqa: BLE001 - whatever it raises is the answer
         answer = (False, f"{type(error).__name__}: {error}", (), ())
     with os.fdopen(descriptor, "wb") as pipe:
         pickle.dump(answer, pipe)
 
 
-def _in_child(
-    probe: Callable[[EPConfig, Topology], Support],
-    config: EPConfig,
-    topology: Topology,
-    *,
-    timeout_s: float,
-) -> Support:
-    """Run a probe where an abort of its library cannot hurt this process.
+# Answers of probes, by question: a library is imported in a child once a process, not at each
+# creation of a communicator.
+_answers: dict[bytes, Support] = {}
 
-    A plain subprocess: a daemonic worker of a serving stack may not start multiprocessing's, and
-    those import the main script again.
-    """
+
+def _in_child(
+    probe: Callable[[Topology], Support], topology: Topology, *, timeout_s: float
+) -> Support:
+    """Run a probe where an abort of its library cannot hurt this process."""
+    question = pickle.dumps(sys.path) + pickle.dumps((probe, topology))
+    if question not in _answers:
+        _answers[question] = _ask_child(question, timeout_s=timeout_s)
+    return _answers[question]
+
+
+def _ask_child(question: bytes, *, timeout_s: float) -> Support:
+    """A plain subprocess: a daemonic worker of a serving stack may not start multiprocessing's, and
+    those import the main script again."""
     read, write = os.pipe()
     with os.fdopen(read, "rb") as pipe:
         child = subprocess.Popen(
             [sys.executable, "-c", _CHILD, str(write)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             pass_fds=(write,),
         )
         os.close(write)
-        question = pickle.dumps(sys.path) + pickle.dumps((probe, config, topology))
         try:
-            child.communicate(question, timeout=timeout_s)
+            _, said = child.communicate(question, timeout=timeout_s)
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
             return Support(False, f"its probe did not end within {timeout_s:g} s")
         answer = pipe.read()
     if not answer:
-        return Support(False, f"its probe ended the process (exit code {child.returncode})")
+        last = said.decode(errors="replace").strip().splitlines()[-1:]
+        more = f": {last[0]}" if last else ""
+        return Support(False, f"its probe ended the process (exit code {child.returncode}){more}")
     return Support(*pickle.loads(answer))
 
 
@@ -200,7 +233,8 @@ def _under_watchdog(
                 # The current device is a thread's own.
                 torch.cuda.set_device(group.device)
             result.append(build())
-        except Exception as error:
+        except BaseException as error:
+            # Also a library's sys.exit(): the other ranks must hear of it.
             logger.debug("construction failed", exc_info=True)
             failure.append(f"{type(error).__name__}: {error}")
 

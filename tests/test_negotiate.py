@@ -42,6 +42,20 @@ def test_configs_must_agree():
     run_ranks(3, disagrees)
 
 
+def asks_otherwise(context: RankContext) -> None:
+    config = EPConfig(**SHAPE)
+    os.environ["MOE_COMM_BACKEND"] = "c10d" if context.rank else "c10d:dense"
+    try:
+        with pytest.raises(ConfigMismatchError, match="rank 0 asks for 'c10d:dense', rank 1 for"):
+            context.communicator(config, "auto")
+    finally:
+        del os.environ["MOE_COMM_BACKEND"]
+
+
+def test_ranks_must_ask_for_the_same_backend():
+    run_ranks(2, asks_otherwise)
+
+
 def chooses(context: RankContext) -> None:
     config = EPConfig(**SHAPE)
     for asked, backend, mode in (
@@ -83,13 +97,15 @@ def fake_backend(rank: int, where: str, how: str) -> None:
         if where == "supports" and fails:
             if how == "raises":
                 raise OSError("libfake.so is missing")
-            return Support(False, "no fake device")
+            return Support(False, "" if how == "is silent" else "no fake device")
         return Support(True, "", ("only",))
 
     def build(config: EPConfig, group: Group, mode: str | None) -> Any:
         if where == "build" and fails:
             if how == "hangs":
                 time.sleep(30)
+            if how == "exits":
+                sys.exit("fake gave up")
             raise RuntimeError("fake ran out of doors")
         return backends.load("reference").build(config, group, mode)
 
@@ -100,15 +116,15 @@ def fake_backend(rank: int, where: str, how: str) -> None:
     backends.MODULES["fake"] = "fake_backend"
 
 
-def abort(config: EPConfig, topology: Topology) -> Support:
+def abort(topology: Topology) -> Support:
     """A probe whose library ends the process."""
-    del config, topology
+    del topology
     os.abort()
 
 
-def answer(config: EPConfig, topology: Topology) -> Support:
+def answer(topology: Topology) -> Support:
     """A probe that is content."""
-    del config, topology
+    del topology
     return Support(True)
 
 
@@ -134,8 +150,10 @@ def falls_back(context: RankContext, where: str, how: str, reason: str) -> None:
     ("where", "how", "reason"),
     [
         ("supports", "says no", r"fake: no fake device \(rank 1\)"),
+        ("supports", "is silent", r"fake: it does not say why \(rank 1\)"),
         ("supports", "raises", r"fake: OSError: libfake.so is missing \(rank 1\)"),
         ("build", "raises", r"fake: RuntimeError: fake ran out of doors \(rank 1\)"),
+        ("build", "exits", r"fake: SystemExit: fake gave up \(rank 1\)"),
         ("build", "hangs", r"fake: construction did not end within 2 s \(rank 1\)"),
         ("probe", "aborts", r"fake: its probe ended the process \(exit code -6\) \(rank 1\)"),
     ],

@@ -1,6 +1,6 @@
 """Backends, by name. Each module offers `supports(config, topology) -> Support` and
-`build(config, group, mode) -> Communicator`, and may offer `probe(config, topology) -> Support`
-for libraries that can abort the process; that one runs in a child process."""
+`build(config, group, mode) -> Communicator`, and may offer `probe(topology) -> Support` for
+libraries that can abort the process; that one runs in a child process, once for all configs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from types import ModuleType
 from typing import NamedTuple
 
 # In order of preference. "reference" serves tests: it is asked for by name alone.
-AUTO_ORDER: tuple[str, ...] = ("slab", "c10d")
+AUTO_ORDER: tuple[str, ...] = ("slab", "deepep", "c10d")
 MODULES: dict[str, str] = {
     "slab": "moe_comm.backends.slab",
+    "deepep": "moe_comm.backends.deepep",
     "c10d": "moe_comm.backends.c10d",
     "reference": "moe_comm.backends.reference",
 }
