@@ -68,7 +68,9 @@ def _put_token(
     choice = tl.arange(0, KP)
     real = token < num_tokens
     inside = (choice < K) & real
-    ids = tl.load(topk_idx_ptr + token * K + choice, mask=inside, other=-1).to(tl.int32)
+    # Told from masked ones before they are narrowed: 2^32 + 1 is not expert 1.
+    wide_ids = tl.load(topk_idx_ptr + token * K + choice, mask=inside, other=-1)
+    ids = wide_ids.to(tl.int32)
     weight = tl.load(topk_weights_ptr + token * K + choice, mask=inside, other=0.0)
     column = block * BLOCK + tl.arange(0, BLOCK)
     in_row = (column < H) & real
@@ -80,7 +82,7 @@ def _put_token(
             values, scale = quantize_groups(x.to(tl.float32), WIRE == 2, GROUP, BLOCK)
         else:
             values = x
-    in_range = (ids >= 0) & (ids < E)
+    in_range = (wide_ids >= 0) & (wide_ids < E)
     to_rank, slot = locate(ids, in_range & inside, token, rank, copy_table_ptr, num_copies_ptr, C)
     if R <= 8:
         for step in tl.static_range(R):
@@ -101,7 +103,7 @@ def _put_token(
     if block == 0:
         tl.store(choice_rank_ptr + token * K + choice, to_rank, mask=choice < K)
         _write_fold_order(to_rank, token, fold_rank_ptr, fold_count_ptr, K, KP)
-        if tl.max((inside & ~in_range & (ids != -1)).to(tl.int32), 0) > 0:
+        if tl.max((inside & ~in_range & (wide_ids != -1)).to(tl.int32), 0) > 0:
             tl.atomic_or(status_ptr, 1)
 
 

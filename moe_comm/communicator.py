@@ -242,7 +242,12 @@ class Communicator(Engine):
         )
 
     def release(self, handle: DispatchHandle) -> None:
-        """Give the handle's slot back without a combine. Collective in order."""
+        """Give the handle's slot back without a combine. Collective in order.
+
+        Raises ValueError where the handle is another communicator's.
+        """
+        if handle._owner is not self:
+            raise ValueError("handle: expected a handle of this communicator, got another's")
         if handle.combined or handle.released:
             return
         handle.released = True

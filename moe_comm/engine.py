@@ -65,6 +65,9 @@ class Engine(abc.ABC):
     def _finish_combine(self, call: CombineCall, state: Any) -> Tensor:
         """Enqueue the receive half and the final sum: [num_rows, H]."""
 
+    def _check_combine(self, call: CombineCall) -> None:  # noqa: B027 - few need it
+        """Raise for what this backend in particular cannot combine, before anything is sent."""
+
     def _dispatch_at_once(self, call: DispatchCall) -> Dispatched:
         """Both halves, for backends that can do better than one after the other."""
         return self._finish_dispatch(call, self._start_dispatch(call))
@@ -170,6 +173,7 @@ class Engine(abc.ABC):
             out=out,
             num_expert_rows=self.expert_row_capacity(handle.bucket),
         )
+        self._check_combine(call)
         self._metrics.combines += 1
         self._emit("combine", handle.call, handle.bucket)
         handle.combined = True

@@ -17,10 +17,10 @@ inside = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_under_the_
 CPU = torch.device("cpu")
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the outer process starts the inner one")
-def test_under_the_interpreter() -> None:
+def run_inside(path: str) -> None:
+    """Run a test file's inner cases under the interpreter."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", path],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         cwd=Path(__file__).parents[1],
         capture_output=True,
@@ -29,6 +29,11 @@ def test_under_the_interpreter() -> None:
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the outer process starts the inner one")
+def test_under_the_interpreter() -> None:
+    run_inside(__file__)
 
 
 def _world(num_ranks=3, mode="low-latency", chunk=1 << 20, **shape):

@@ -73,7 +73,7 @@ class SlabCommunicator(Communicator):
             num_copies=self._num_copies,
             tuning=self.tuning,
         )
-        # The dispatch whose routing each slot still holds.
+        # The dispatch whose routing each slot still holds, as the table in force has it.
         self._slot_calls: dict[int, int] = {}
 
     def mode_for(self, bucket: int) -> str:
@@ -86,7 +86,8 @@ class SlabCommunicator(Communicator):
         if self._slot_calls.get(reuse.slot) != reuse.call or reuse.slot in self._busy_slots:
             raise SlotError(
                 f"handle: the routing of dispatch {reuse.call} lay in slot {reuse.slot}, which has "
-                "been taken since; repeat a routing before its slot is dispatched into again"
+                "been taken since, or the placement or the masked ranks have changed; repeat a "
+                "routing before"
             )
         self._busy_slots.add(reuse.slot)
         return reuse.slot
@@ -105,6 +106,15 @@ class SlabCommunicator(Communicator):
         result = self.engine.dispatch(call, send=True, receive=True)
         assert result is not None
         return result
+
+    def _check_combine(self, call: CombineCall) -> None:
+        handle = call.handle
+        if self._slot_calls.get(handle.slot) != handle.call:
+            raise SlotError(f"handle: dispatch {handle.call} was given up by mask_rank()")
+        if call.y.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ValueError(
+                f"y: expected bfloat16, float16 or float32 on the slab backend, got {call.y.dtype}"
+            )
 
     def _start_combine(self, call: CombineCall) -> Any:
         self.engine.combine(call, send=True, receive=False)
@@ -135,11 +145,13 @@ class SlabCommunicator(Communicator):
             )
         self.engine.mask_rank(rank)
         self._busy_slots.clear()
+        self._slot_calls.clear()
 
     def update_placement(self, placement: ExpertPlacement) -> None:
         """As Communicator.update_placement; masked ranks stay masked."""
         super().update_placement(placement)
         self.engine.refresh_routing()
+        self._slot_calls.clear()
 
     def _close(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -20,10 +20,6 @@ class CombineLaunches(SlabState):
     def combine(self, call: CombineCall, *, send: bool, receive: bool) -> Tensor | None:
         """Enqueue the halves asked for; the combined rows where `receive`."""
         plan = self.tuning.plan(self.config, self.num_ranks, call.handle.bucket)
-        if call.y.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise ValueError(
-                f"y: expected bfloat16, float16 or float32 on the slab backend, got {call.y.dtype}"
-            )
         y = call.y.contiguous()
         out = call.out
         if out is None:
@@ -38,6 +34,7 @@ class CombineLaunches(SlabState):
             if receive:
                 self._combine_kernel(call, plan, y, target, send=False, receive=True)
                 self._join()
+                del self._staging[call.handle.slot]
         if not receive:
             return None
         if target is not out:
@@ -103,13 +100,9 @@ class CombineLaunches(SlabState):
         would hold up the loads that run beside them."""
         from moe_comm.kernels.signal import COMBINE
 
-        handle, wire, hidden = call.handle, self.config.return_wire, self.config.hidden
-        bucket, value = handle.bucket, self.config.return_wire.value_dtype or y.dtype
-        pieces = [("combine_rows", value, hidden)]
-        if wire.scale_dtype is not None:
-            pieces.append(("combine_scales", wire.scale_dtype, wire.num_groups(hidden)))
-        width = sum(kind.itemsize * columns for _, kind, columns in pieces)
-        staging = torch.empty(self.num_ranks, bucket * width, dtype=torch.uint8, device=self.device)
+        handle, bucket = call.handle, call.handle.bucket
+        pieces, width = self._staging_layout(bucket, y.dtype)
+        staging = torch.empty(self.num_ranks, width, dtype=torch.uint8, device=self.device)
         self._fork()
         size = -(-bucket // plan.combine_chunks)
         for chunk in range(plan.combine_chunks):
@@ -119,10 +112,9 @@ class CombineLaunches(SlabState):
             )
             self._fork()
             with torch.cuda.stream(self._side):
-                for step in range(1, self.num_ranks):
+                for step in range(1, self.num_ranks if end > begin else 1):
                     peer = (self.rank + step) % self.num_ranks
-                    at = 0
-                    for name, kind, columns in pieces:
+                    for name, kind, columns, at in pieces:
                         row = columns * kind.itemsize
                         source = staging[peer, at + begin * row : at + end * row]
                         offset = self._offset(name, handle.slot)
@@ -131,23 +123,41 @@ class CombineLaunches(SlabState):
                         self.memory.peer_view(peer, name, shape, kind, offset=offset).copy_(
                             source.view(kind).view(shape), non_blocking=True
                         )
-                        at += bucket * row
             self._release(handle.slot, COMBINE + chunk)
+        # The side stream reads it until the receive half has joined; in a capture nothing else
+        # keeps later allocations out of it.
+        self._staging[handle.slot] = staging
         if self._side is not None and not torch.cuda.is_current_stream_capturing():
-            # The side stream still reads it after this call has returned.
+            # The receive half may join on another stream than the one it was allocated on.
             staging.record_stream(self._side)
+
+    def _staging_layout(
+        self, bucket: int, dtype: torch.dtype
+    ) -> tuple[list[tuple[str, torch.dtype, int, int]], int]:
+        """(region, dtype, columns, first byte) of what a rank's part of the staging memory holds,
+        and its bytes. Every piece and part is aligned to 16 bytes, whatever the bucket."""
+        wire, hidden = self.config.return_wire, self.config.hidden
+        kinds = [("combine_rows", wire.value_dtype or dtype, hidden)]
+        if wire.scale_dtype is not None:
+            kinds.append(("combine_scales", wire.scale_dtype, wire.num_groups(hidden)))
+        pieces, at = [], 0
+        for name, kind, columns in kinds:
+            pieces.append((name, kind, columns, at))
+            at += -(-bucket * columns * kind.itemsize // 16) * 16
+        return pieces, at
 
     def _staging_table(
         self, staging: Tensor, bucket: int, dtype: torch.dtype
     ) -> tuple[Tensor, int, int]:
         """(addresses, rows offset, scales offset) that make the kernel's address of row
         (this rank, token) at peer p that of row `token` in staging[p]."""
-        wire, hidden = self.config.return_wire, self.config.hidden
-        row = hidden * (wire.value_dtype or dtype).itemsize
-        scale = wire.num_groups(hidden) * (wire.scale_dtype.itemsize if wire.scale_dtype else 0)
         start = self.rank * bucket
+        offsets = [
+            at - start * columns * kind.itemsize
+            for _, kind, columns, at in self._staging_layout(bucket, dtype)[0]
+        ]
         table = self._rank_numbers * staging.stride(0) + staging.data_ptr()
-        return table, -start * row, bucket * row - start * scale
+        return table, offsets[0], offsets[-1]
 
 
 def summed_bias(call: CombineCall) -> Tensor | None:

@@ -136,8 +136,11 @@ class DispatchLaunches(SlabState):
         if send:
             quantizes = self.config.wire.scale_dtype is not None and not call.is_quantized
             chunks = plan.dispatch_chunks if quantizes else 1
+            # Where the slot was ever given back without a combine, the kernel waits for its
+            # readers, and rows must not travel before.
+            at_once = not quantizes and call.slot not in self._released_slots
             self._fork()
-            if not quantizes:
+            if at_once:
                 self._copy_rows(call, 0, call.num_rows, from_x=True)
             for begin, end in chunk_edges(call.num_rows, chunks):
                 last = end == call.num_rows
@@ -145,9 +148,11 @@ class DispatchLaunches(SlabState):
                     call, plan, send=True, receive=False, rows_to=1, release_after=last,
                     tokens=(begin, call.bucket if last else end),
                 )  # fmt: skip
-                if quantizes:
-                    self._fork()
-                    self._copy_rows(call, begin, end, from_x=False)
+                self._fork()
+                if not at_once:
+                    self._copy_rows(call, begin, end, from_x=not quantizes)
+            # After the kernel's release, as on every rank: a peer that saw this one alone would
+            # take it for another call's.
             self._release(call.slot, ROWS)
         if receive:
             self._dispatch_kernel(call, plan, send=False, receive=True)
@@ -212,7 +217,7 @@ class DispatchLaunches(SlabState):
         return Dispatched(
             rows=rows,
             scales=scales,
-            topk_idx=self._ids(call.slot, bucket).view(ranks, bucket, -1),
+            topk_idx=self._ids(call.slot, bucket).view(weights.shape),
             topk_weights=weights,
             num_tokens_per_rank=slot.tokens,
             payloads=self._payloads(call),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.backends.slab_modes import SlabTuning
+from moe_comm.backends.slab_payloads import PAYLOAD_ALIGNMENT
 from moe_comm.config import EPConfig
 from moe_comm.status import Status, StatusBit
 from moe_comm.symmetric import SymmetricMemory
@@ -129,6 +130,10 @@ class SlabState:
         ]
         self._empty = torch.zeros(1, **ints)
         self._rank_numbers = torch.arange(num_ranks, device=device)
+        # Of each slot whose combine is between its halves: what the side stream still reads.
+        self._staging: dict[int, Tensor] = {}
+        # Slots that were given back without a combine at some time.
+        self._released_slots: set[int] = set()
         choices = rows * width
         self._workspace = torch.zeros(workspace_size(choices, num_local_experts), **ints)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -193,6 +198,7 @@ class SlabState:
         """Tell every rank that this one has read what it needs of the slot."""
         from moe_comm.kernels.signal import RELEASE
 
+        self._released_slots.add(slot)
         self._release(slot, RELEASE)
 
     # Streams and signals.
@@ -256,8 +262,12 @@ class SlabState:
         return names[phase] if phase < len(names) else "combine"
 
     def _offset(self, name: str, slot: int) -> int:
-        """Bytes into the region at which the slot's part begins."""
-        return slot * (self.memory.regions.sizes[name] // self.config.num_slots)
+        """Bytes into the region at which the slot's part begins: at a whole row of it. Payloads'
+        rows are whole multiples of PAYLOAD_ALIGNMENT, whatever max_payload_bytes is."""
+        part = self.memory.regions.sizes[name] // self.config.num_slots
+        if name == "payloads":
+            part -= part % PAYLOAD_ALIGNMENT
+        return slot * part
 
     def _base(self, name: str, slot: int) -> int:
         """Bytes into the block."""

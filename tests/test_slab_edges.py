@@ -1,0 +1,194 @@
+"""The slab at its edges, under Triton's interpreter: odd sizes, wide ids, released slots, refused
+calls, tables that change. Cases run as test_slab_interpreted's do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_slab_interpreted import CPU, INTERPRETED, _world, inside, run_inside
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the outer process starts the inner one")
+def test_edges_under_the_interpreter() -> None:
+    run_inside(__file__)
+
+
+@inside
+@pytest.mark.parametrize("wire", ["fp8", "mxfp8"])
+def test_high_throughput_combine_where_rows_and_bucket_are_odd(wire) -> None:
+    world = _world(2, "high-throughput", chunk=4, combine_wire=wire, hidden=161)
+    world.round_trip((9, 3), torch.Generator().manual_seed(15))
+
+
+@inside
+def test_staging_lives_until_the_receive_half(monkeypatch) -> None:
+    import weakref
+
+    from moe_comm.calls import check_combine
+
+    world = _world(2, "high-throughput", chunk=4)
+    got = world.dispatch(world.inputs((9, 3), torch.Generator().manual_seed(16)))
+    made, empty = [], torch.empty
+
+    def recorded(*shape, **options):
+        tensor = empty(*shape, **options)
+        if options.get("dtype") == torch.uint8:
+            made.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", recorded)
+    calls = [
+        check_combine(
+            world.config, CPU, 2, torch.zeros(d.row_index.shape[0], 48, dtype=torch.bfloat16),
+            d.handle, layout="expert", weights_applied=False, bias=None, out=None,
+            num_expert_rows=d.row_index.shape[0],
+        )
+        for d in got
+    ]  # fmt: skip
+    for engine, call in zip(world.engines, calls, strict=True):
+        engine.combine(call, send=True, receive=False)
+    assert len(made) == 2
+    assert all(ref() is not None for ref in made)
+    for engine, call in zip(world.engines, calls, strict=True):
+        engine.combine(call, send=False, receive=True)
+    assert all(ref() is None for ref in made)
+
+
+@inside
+def test_ids_beyond_32_bits_count_as_masked() -> None:
+    from moe_comm.backends.reference import RankInput
+    from moe_comm.status import StatusBit
+
+    world = _world(2)
+    inputs = world.inputs((4, 4), torch.Generator().manual_seed(17))
+    for rank, wide in enumerate((2**32 + 1, 2**32 - 1)):
+        bad = inputs[rank].topk_idx.clone()
+        bad[1, 2] = wide
+        inputs[rank] = RankInput(
+            x=inputs[rank].x, topk_idx=bad, topk_weights=inputs[rank].topk_weights
+        )
+    want = world.reference.dispatch(inputs)
+    world.check_dispatched(world.dispatch(inputs), want)
+    assert [e.read_status().bits for e in world.engines] == [StatusBit.INVALID_ID] * 2
+
+
+@inside
+@pytest.mark.parametrize("limit", [20, 17])
+def test_payloads_in_a_second_slot_of_odd_size(limit) -> None:
+    from dataclasses import replace
+
+    world = _world(3, max_payload_bytes=limit)
+    inputs = world.inputs((9, 4, 1), torch.Generator().manual_seed(18))
+    payloads = [{"a": torch.arange(n, dtype=torch.int64)} for n in (9, 4, 1)]
+    inputs = [replace(given, payloads=p) for given, p in zip(inputs, payloads, strict=True)]
+    want = world.reference.dispatch(inputs)
+    for slot in (0, 1):
+        world.check_dispatched(world.dispatch(inputs, payloads=payloads, slot=slot), want)
+
+
+@inside
+@pytest.mark.parametrize("mode", ["low-latency", "high-throughput"])
+def test_an_empty_bucket(mode) -> None:
+    _world(2, mode).round_trip((0, 0), torch.Generator().manual_seed(19), bucket=0)
+
+
+@inside
+@pytest.mark.parametrize("released", [False, True])
+def test_copied_rows_keep_their_order_with_the_kernel(released, monkeypatch) -> None:
+    """The kernel waits for the readers of a released slot, so copies then come after it; and rows
+    are released after ids always, since a rank that is ahead by one release is in another call."""
+    world = _world(2, "high-throughput")
+    inputs = world.inputs((9, 3), torch.Generator().manual_seed(20))
+    if released:
+        world.dispatch(inputs)
+        for engine in world.engines:
+            engine.signal_release(0)
+    done: list[str] = []
+    engine = world.engines[0]
+
+    def recorded(name):
+        real = getattr(engine, name)
+
+        def step(*args, **options):
+            done.append(name)
+            return real(*args, **options)
+
+        return step
+
+    for name in ("_fork", "_copy_rows", "_dispatch_kernel", "_release"):
+        monkeypatch.setattr(engine, name, recorded(name))
+    world.check_dispatched(world.dispatch(inputs), world.reference.dispatch(inputs))
+    before_receive = done[: done.index("_release") + 1]
+    kernel = before_receive.index("_dispatch_kernel")
+    assert "_fork" in before_receive[kernel:]
+    copies = before_receive.index("_copy_rows")
+    if released:
+        assert "_fork" in before_receive[kernel:copies]
+    else:
+        assert copies < kernel
+
+
+@inside
+def test_rows_released_before_ids_would_pass_for_another_call() -> None:
+    from moe_comm.kernels.signal import ROWS
+    from moe_comm.status import StatusBit
+
+    world = _world(2, "high-throughput")
+    world.engines[1]._release(0, ROWS)
+    world.engines[1].status.fill_(int(StatusBit.TIMEOUT))  # its dispatch releases nothing
+    world.engines[0]._release = lambda slot, phase: None  # its rows are still on their way
+    world.dispatch(world.inputs((9, 3), torch.Generator().manual_seed(21)))
+    assert world.engines[0].read_status().bits == StatusBit.PHASE
+
+
+def _communicator(**shape):
+    from types import SimpleNamespace
+
+    from moe_comm import EPConfig
+    from moe_comm.backends.slab import SlabCommunicator, region_sizes
+    from moe_comm.symmetric import VirtualSymmetricMemory
+
+    config = EPConfig(num_experts=3, num_topk=2, hidden=8, max_tokens_per_rank=4, **shape)
+    memory = VirtualSymmetricMemory.create(1, region_sizes(config, 1), CPU)[0]
+    group = SimpleNamespace(rank=0, num_ranks=1, device=CPU)
+    return SlabCommunicator(config, group, memory=memory)
+
+
+@inside
+def test_no_routing_is_repeated_after_another_placement() -> None:
+    from moe_comm import ExpertPlacement, SlotError
+
+    comm = _communicator()
+    x = torch.ones(4, 8, dtype=torch.bfloat16)
+    ids = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 0]])
+    d = comm.dispatch(x, ids, torch.ones(4, 2))
+    d.handle.release()
+    again = comm.dispatch(x, handle=d.handle)
+    assert torch.equal(again.row_index, d.row_index)
+    again.handle.release()
+    comm.update_placement(ExpertPlacement(num_experts=3, slots=((2, 1, 0),)))
+    with pytest.raises(SlotError, match="the placement or the masked ranks have changed"):
+        comm.dispatch(x, handle=again.handle)
+
+
+@inside
+def test_a_refused_combine_leaves_the_handle_good() -> None:
+    """A slot that was freed without word of it would be dispatched into with the same count
+    again, which every wait has seen already."""
+    comm = _communicator(combine_wire="none")
+    x = torch.ones(4, 8, dtype=torch.bfloat16)
+    d = comm.dispatch(x, torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2))
+    y = torch.ones(d.row_index.shape[0], 8, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"y: expected bfloat16, float16 or float32.*float64"):
+        comm.combine(y, d.handle)
+    assert torch.equal(comm.combine(y.float(), d.handle), torch.full((4, 8), 2.0))
+
+
+@inside
+def test_a_handle_is_released_by_its_own_communicator_only() -> None:
+    comm, other = _communicator(), _communicator()
+    x = torch.ones(1, 8, dtype=torch.bfloat16)
+    d = comm.dispatch(x, torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2))
+    with pytest.raises(ValueError, match="handle of this communicator"):
+        other.release(d.handle)
+    assert not d.handle.released
