@@ -157,6 +157,9 @@ def test_verdicts():
     wide = deepep.supports(config, topology_of(ranks=32, nodes=4))
     assert wide.modes == ("v1-ll",)
     assert "2 passes" in wide.reason
+    assert wide.reason.endswith(facts.ROUNDED)
+    assert facts.ROUNDED not in good.reason
+    assert facts.ROUNDED in deepep.supports(config, topology_of(ranks=4)).reason
     assert deepep.supports(config.replace(hidden=7168), topology_of(8)).modes == ("v1-ht", "v1-ll")
 
 

@@ -219,3 +219,13 @@ def breaks(context: RankContext, folder: str) -> None:
 
 def test_the_librarys_errors_come_under_our_names(folder):
     run_ranks(2, breaks, folder)
+
+
+@pytest.mark.slow
+def test_896_experts_and_top_16_on_eight_ranks(folder):
+    shape = {"num_experts": 896, "num_topk": 16, "hidden": 512, "max_tokens_per_rank": 8}
+    case = Case(config=shape, num_tokens=((8, 3, 0, 1, 8, 8, 2, 5),))
+    # Eight columns: one pass, in the contract's order.
+    run_ranks(8, checks, folder, [case.replace(backend="deepep:v1-ll")])
+    equal = run_ranks(8, close, folder, case.replace(backend="deepep:v1-ht"))
+    assert min(equal[rank] for rank in (0, 4, 5)) > 0.8

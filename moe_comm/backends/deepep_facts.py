@@ -49,6 +49,9 @@ V2_MAX_TOPK = 32
 V2_ROW_MULTIPLE = 512
 V2_MIN_NCCL = (2, 30, 4)
 
+# Said of a mode whose sum over ranks is not the contract's: see DeepEPCommunicator.sum_tolerance.
+ROUNDED = ", its sums within a tolerance of the other backends'"
+
 # What the adapters call, by name and keyword.
 _CALLS_V1 = {
     "__init__": ("group", "num_nvl_bytes", "num_rdma_bytes", "low_latency_mode",
@@ -285,9 +288,11 @@ def costs(config: EPConfig, num_ranks: int, mode: str) -> str:
         return (
             f"v1-ll: {2 * hidden} bytes a row each way for {plain} there and {2 * config.hidden} "
             f"back, {per} pseudo-experts a rank, {passes} pass{'es' if passes > 1 else ''} of at "
-            f"most {ll_tokens(config)} tokens"
+            f"most {ll_tokens(config)} tokens" + (ROUNDED if passes > 1 else "")
         )
     row = ht_row_bytes(config) if mode == "v1-ht" else v2_row_bytes(config)
     back = 2 * round_up(config.hidden, 16 if mode == "v1-ht" else 256)
-    wait = ", waits for counts on the host" if mode == "v1-ht" else ""
-    return f"{mode}: {row} bytes a row for {plain} there, {back} back{wait}"
+    more = ", waits for counts on the host" if mode == "v1-ht" else ""
+    if mode == "v1-ht" and min(num_ranks, config.num_topk) > 2:
+        more += ROUNDED
+    return f"{mode}: {row} bytes a row for {plain} there, {back} back{more}"
