@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -91,8 +92,10 @@ class EPConfig:
                 )
         if self.reduction not in ("rank", "node"):
             raise ValueError(f"reduction: expected 'rank' or 'node', got {self.reduction!r}")
-        if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s: expected seconds above 0, got {self.timeout_s!r}")
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(
+                f"timeout_s: expected seconds above 0 and finite, got {self.timeout_s!r}"
+            )
         if self.placement is not None and self.placement.num_experts != self.num_experts:
             raise ValueError(
                 f"placement: expected a table of num_experts = {self.num_experts} experts, "

@@ -47,6 +47,7 @@ def test_unknown_preset_lists_the_known_and_the_nearest():
         ({"reduction": "tree"}, "reduction: expected 'rank' or 'node', got 'tree'"),
         ({"timeout_s": 0.0}, "timeout_s: expected seconds above 0"),
         ({"timeout_s": float("nan")}, "timeout_s: expected seconds above 0"),
+        ({"timeout_s": float("inf")}, "timeout_s: expected seconds above 0"),
         (
             {"placement": ExpertPlacement.contiguous(9, 2)},
             "placement: expected a table of num_experts = 8 experts, got 9",

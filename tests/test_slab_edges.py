@@ -192,3 +192,55 @@ def test_a_handle_is_released_by_its_own_communicator_only() -> None:
     with pytest.raises(ValueError, match="handle of this communicator"):
         other.release(d.handle)
     assert not d.handle.released
+
+
+@inside
+def test_survivors_of_a_half_heard_rank_go_on_together() -> None:
+    """Rank 0 heard the lost rank and went on to combine, rank 2 did not. Unless they agree on
+    counters, rank 2 takes that combine's release for the next one's."""
+    from moe_comm.calls import check_combine, check_dispatch
+    from moe_comm.status import StatusBit
+
+    world = _world(3)
+    generator = torch.Generator().manual_seed(22)
+    inputs = world.inputs((4, 4, 4), generator)
+    before = world.engines[2].flags[:, 1].clone()
+    calls = []
+    for given in inputs:
+        call = check_dispatch(
+            world.config, CPU, given.x, given.topk_idx, given.topk_weights, num_tokens=None,
+            bucket=None, payloads=None, handle=None,
+        )  # fmt: skip
+        call.slot = call.call = 0
+        calls.append(call)
+
+    def combining(d):
+        y = torch.zeros(d.row_index.shape[0], 48, dtype=torch.bfloat16)
+        return check_combine(
+            world.config, CPU, 3, y, d.handle, layout="expert", weights_applied=False, bias=None,
+            out=None, num_expert_rows=y.shape[0],
+        )  # fmt: skip
+
+    pairs = list(zip(world.engines, calls, strict=True))
+    for engine, call in pairs:
+        engine.dispatch(call, send=True, receive=False)
+    world.engines[2].flags[:, 1] = before
+    for engine, call in (pairs[0], pairs[2]):
+        d = engine.dispatch(call, send=False, receive=True)
+        engine.combine(combining(d), send=True, receive=False)
+    survivors = [world.engines[0], world.engines[2]]
+    for engine in survivors:
+        engine.mask_rank(1)
+    counters = [engine.read_counters() for engine in survivors]
+    assert counters[0] != counters[1]
+    for engine in survivors:
+        engine.agree_on_counters(counters)
+    for engine, call in (pairs[0], pairs[2]):
+        engine.dispatch(call, send=True, receive=False)
+    arrived = [e.dispatch(c, send=False, receive=True) for e, c in (pairs[0], pairs[2])]
+    assert [engine.read_status().bits for engine in survivors] == [StatusBit(0)] * 2
+    back = [combining(d) for d in arrived]
+    survivors[1].combine(back[1], send=True, receive=True)
+    # Rank 0 has not combined yet, and that is seen.
+    assert survivors[1].read_status().bits == StatusBit.TIMEOUT
+    assert survivors[1].read_status().peer == 0

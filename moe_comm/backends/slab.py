@@ -16,6 +16,7 @@ import importlib.util
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moe_comm.backends import Support
@@ -75,6 +76,7 @@ class SlabCommunicator(Communicator):
         )
         # The dispatch whose routing each slot still holds, as the table in force has it.
         self._slot_calls: dict[int, int] = {}
+        self._survivors = list(range(self.num_ranks))
 
     def mode_for(self, bucket: int) -> str:
         """What a dispatch of this bucket runs: "low-latency" or "high-throughput"."""
@@ -137,13 +139,27 @@ class SlabCommunicator(Communicator):
 
     def mask_rank(self, rank: int) -> None:
         """Go on without a dead rank: its experts contribute nothing. Clears a recorded timeout.
-        Called by every survivor, with no dispatch outstanding that it means to combine."""
-        if not 0 <= rank < self.num_ranks or rank == self.rank:
+
+        Collective among the survivors, with no dispatch outstanding that they mean to combine: they
+        make a gloo group of their own to agree on counters, so the store of the default group must
+        still be reachable (it is lost with the rank that holds it, unless a launcher holds it).
+        """
+        if rank == self.rank or rank not in self._survivors:
             raise ValueError(
-                f"rank: expected another rank in [0, {self.num_ranks}), got {rank} on rank "
-                f"{self.rank}"
+                f"rank: expected one of the other live ranks, of {self._survivors}, got {rank} on "
+                f"rank {self.rank}"
             )
+        self._survivors.remove(rank)
         self.engine.mask_rank(rank)
+        world = dist.get_process_group_ranks(self.group.pg)
+        pg = dist.new_group(
+            [world[alive] for alive in self._survivors],
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+        counters: list[list[int]] = [[] for _ in self._survivors]
+        dist.all_gather_object(counters, self.engine.read_counters(), group=pg)
+        self.engine.agree_on_counters(counters)
         self._busy_slots.clear()
         self._slot_calls.clear()
 

@@ -188,6 +188,25 @@ class SlabState:
         self.state[0] += self.state[1]
         self.state[1].zero_()
 
+    def read_counters(self) -> list[int]:
+        """Settled releases of each channel. Synchronizes."""
+        counters: list[int] = self.state[0].tolist()
+        return counters
+
+    def agree_on_counters(self, counters: list[list[int]]) -> None:
+        """Go on from the furthest of every survivor's read_counters(): a failure may have reached
+        them in different calls, and a rank that is behind would take an old release for a new one.
+        What was released is taken for waited for."""
+        from moe_comm.kernels.signal import RELEASE
+
+        furthest = []
+        for first, *others in zip(*counters, strict=True):
+            # Differences wrap, as the counters do.
+            ahead = max(((other - first + 2**31) % 2**32 - 2**31 for other in others), default=0)
+            furthest.append((first + max(ahead, 0) + 2**31) % 2**32 - 2**31)
+        self.state[0].copy_(torch.tensor(furthest, dtype=torch.int32))
+        self.state[2, RELEASE :: self._phases] = self.state[0, RELEASE :: self._phases]
+
     def refresh_routing(self) -> None:
         """Take the placement's table over, less the masked ranks; in place."""
         ranks = self._copy_table[..., :1]
