@@ -100,4 +100,5 @@ def _backend_line(name: str, found: dict[str, Any]) -> str:
         return f"{name:<10} unavailable: {found['remark']}"
     auto = "" if found["in_auto"] else " (by name alone)"
     can = f"; can {', '.join(found['capabilities'])}" if found["capabilities"] else ""
-    return f"{name:<10} {state}{auto}{can}"
+    remark = f"; {found['remark']}" if found["remark"] else ""
+    return f"{name:<10} {state}{auto}{can}{remark}"
