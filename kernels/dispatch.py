@@ -29,10 +29,8 @@ from moe_comm.kernels.signal import (
     wanted,
 )
 
-# Wire of the rows as the kernel sees it: copy elements, or quantize bf16 on the way.
-COPY, FP8, MXFP8 = 0, 1, 2
-# Where rows go: to nobody (copies take them), to this rank's own memory, to all.
-ROWS_NONE, ROWS_SELF, ROWS_ALL = 0, 1, 2
+# Constants of the kernels: WIRE is 0 to copy elements, 1 to quantize bf16 to fp8 on the way, 2 to
+# mxfp8; ROWS_TO is 0 where copies take the rows, 1 for this rank's own memory alone, 2 for all.
 
 
 @triton.jit

@@ -97,10 +97,11 @@ def check_dispatch(
     if num_tokens is None:
         num_tokens = num_rows
     elif isinstance(num_tokens, Tensor):
-        if num_tokens.numel() != 1 or num_tokens.dtype not in _ID_DTYPES:
+        scalar = num_tokens.numel() == 1 and num_tokens.dtype in _ID_DTYPES
+        if not scalar or num_tokens.device != device:
             raise ValueError(
-                "num_tokens: expected an int or a scalar integer tensor, got "
-                f"{tuple(num_tokens.shape)} {num_tokens.dtype}"
+                f"num_tokens: expected an int or a scalar integer tensor on {device}, got "
+                f"{tuple(num_tokens.shape)} {num_tokens.dtype} on {num_tokens.device}"
             )
     elif not 0 <= num_tokens <= num_rows:
         raise ValueError(f"num_tokens: expected 0 to {num_rows} (x.shape[0]), got {num_tokens}")

@@ -25,8 +25,8 @@ class DispatchHandle:
         bucket: B of the call.
         num_rows: rows of x as given (T, padding included).
         num_tokens: valid tokens, an int or a scalar tensor on the device.
-        topk_idx: [T, K] int64 global expert ids of this rank's tokens, -1 where masked (padding
-            included).
+        topk_idx: [T, K] global expert ids of this rank's tokens: as given, or with -1 where a
+            choice is masked, as the backend needs them.
         choice_rank: [T, K] int32 rank that serves each choice, -1 where masked.
         topk_weights: [T, K] fp32 weights of this rank's tokens.
         received_weights: [R, B, K] fp32 weights of the received rows.

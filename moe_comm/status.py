@@ -35,7 +35,7 @@ class Status:
         bits: the recorded StatusBits.
         phase: the call that failed.
         peer: the rank that did not arrive, or was elsewhere.
-        seen, wanted: the counters of a timeout, or the codes of the two phases.
+        seen, wanted: the counters of the wait that failed, where the backend counts.
         other_phase: the peer's phase, for a phase error.
     """
 

@@ -239,7 +239,7 @@ def out_of_phase(context: RankContext) -> None:
         if context.rank == 0:
             comm.dispatch(*given)
         else:
-            comm.combine(data.x.new_zeros(1, 64), d.handle)
+            comm.combine(data.x.new_zeros(d.row_index.shape[0], 64), d.handle)
         with pytest.raises(PhaseError) as caught:
             comm.check()
         assert caught.value.rank == 1 - context.rank

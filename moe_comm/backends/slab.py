@@ -34,6 +34,9 @@ from moe_comm.symmetric import SymmetricMemory, TorchSymmetricMemory
 from moe_comm.topology import Topology
 
 MODES = ("auto", "low-latency", "high-throughput")
+CAPABILITIES = ("capture", "overlap", "masking", "payloads")
+# The index packs a local expert id into 15 bits.
+MAX_LOCAL_EXPERTS = 1 << 15
 
 
 class SlabCommunicator(Communicator):
@@ -48,6 +51,7 @@ class SlabCommunicator(Communicator):
     """
 
     backend = "slab"
+    capabilities = CAPABILITIES
 
     def __init__(
         self,
@@ -80,7 +84,7 @@ class SlabCommunicator(Communicator):
 
     def mode_for(self, bucket: int) -> str:
         """What a dispatch of this bucket runs: "low-latency" or "high-throughput"."""
-        return self.tuning.plan(self.config, self.num_ranks, bucket).mode
+        return self.tuning.plan(self.config, bucket).mode
 
     def _take_slot(self, reuse: DispatchHandle | None) -> int:
         if reuse is None:
@@ -188,7 +192,10 @@ def supports(config: EPConfig, topology: Topology) -> Support:
         return Support(False, "needs direct access between all GPUs (NVLink or PCIe P2P)")
     if config.reduction != "rank":
         return Support(False, f"adds rank by rank, the config asks for {config.reduction!r}")
-    return Support(True, "", MODES, ("capture", "overlap", "masking", "payloads"))
+    largest = config.placement_for(topology.num_ranks).max_local_experts
+    if largest >= MAX_LOCAL_EXPERTS:
+        return Support(False, f"serves up to {MAX_LOCAL_EXPERTS - 1} experts a rank, got {largest}")
+    return Support(True, "", MODES, CAPABILITIES)
 
 
 def build(config: EPConfig, group: Group, mode: str | None) -> SlabCommunicator:

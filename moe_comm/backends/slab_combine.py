@@ -19,7 +19,7 @@ class CombineLaunches(SlabState):
 
     def combine(self, call: CombineCall, *, send: bool, receive: bool) -> Tensor | None:
         """Enqueue the halves asked for; the combined rows where `receive`."""
-        plan = self.tuning.plan(self.config, self.num_ranks, call.handle.bucket)
+        plan = self.tuning.plan(self.config, call.handle.bucket)
         y = call.y.contiguous()
         out = call.out
         if out is None:
@@ -114,6 +114,8 @@ class CombineLaunches(SlabState):
             with torch.cuda.stream(self._side):
                 for step in range(1, self.num_ranks if end > begin else 1):
                     peer = (self.rank + step) % self.num_ranks
+                    if peer in self.masked:
+                        continue
                     for name, kind, columns, at in pieces:
                         row = columns * kind.itemsize
                         source = staging[peer, at + begin * row : at + end * row]

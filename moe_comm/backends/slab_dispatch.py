@@ -33,7 +33,7 @@ class DispatchLaunches(SlabState):
 
     def dispatch(self, call: DispatchCall, *, send: bool, receive: bool) -> Dispatched | None:
         """Enqueue the halves asked for; the result where `receive`."""
-        plan = self.tuning.plan(self.config, self.num_ranks, call.bucket)
+        plan = self.tuning.plan(self.config, call.bucket)
         if plan.mode == "low-latency":
             self._dispatch_kernel(call, plan, send=send, receive=receive)
         else:
@@ -174,6 +174,8 @@ class DispatchLaunches(SlabState):
         with torch.cuda.stream(self._side):
             for step in range(1, self.num_ranks):
                 peer = (self.rank + step) % self.num_ranks
+                if peer in self.masked:
+                    continue
                 for name, shape, kind, row in pieces:
                     offset = self._offset(name, call.slot) + start * row * kind.itemsize
                     source = (

@@ -105,6 +105,8 @@ class SlabState:
         self.state = torch.zeros(signal.STATE_ROWS, channels, **ints)
         self.status = torch.zeros(signal.STATUS_WORDS, **ints)
         self.alive = torch.ones(num_ranks, **ints)
+        # The same on the host, for copies.
+        self.masked: set[int] = set()
         self._bucket = config.bucket
         capacity = config.expert_row_capacity(num_ranks, num_local_experts, self._bucket)
         width, rows = config.num_topk, num_ranks * self._bucket
@@ -183,6 +185,7 @@ class SlabState:
         """Go on without `rank`: nothing is sent to it or awaited from it, and choices of its
         experts count as masked. Clears the status word, and settles what a failed call left."""
         self.alive[rank] = 0
+        self.masked.add(rank)
         self.refresh_routing()
         self.status.zero_()
         self.state[0] += self.state[1]
