@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_comm import env
 from moe_comm.backends import device_math
+from moe_comm.backends.arrived import ArrivedIndex
 from moe_comm.backends.c10d_collectives import Collective
 from moe_comm.backends.c10d_messages import PointToPoint
 from moe_comm.backends.c10d_peers import Peers
@@ -34,34 +35,16 @@ from moe_comm.communicator import Communicator
 from moe_comm.config import EPConfig
 from moe_comm.errors import SlotError
 from moe_comm.group import Group, backend_for
-from moe_comm.handle import Dispatched, DispatchHandle
+from moe_comm.handle import DispatchHandle
 from moe_comm.status import Status, StatusBit
 from moe_comm.wire import WIRES, Wire
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Arrived:
-    """The index of one dispatch, kept for its combine and for a repeat of its routing.
+class Arrived(ArrivedIndex):
+    """And `num_alive`: ranks that took part."""
 
-    Attributes:
-        located: where this rank's own choices lie.
-        local_idx: [R, B, K] int32 local expert ids, -1 elsewhere.
-        weights: [R, B, K].
-        num_tokens_per_rank: [R] int32.
-        expert_offsets, row_index, choice_position: as Dispatched and DispatchHandle have them.
-        num_alive: ranks that took part.
-        route: what the mode needs for the way back.
-    """
-
-    located: Located
-    local_idx: Tensor
-    weights: Tensor
-    num_tokens_per_rank: Tensor
-    expert_offsets: Tensor
-    row_index: Tensor
-    choice_position: Tensor
     num_alive: int
-    route: Any
 
 
 class C10dCommunicator(Communicator):
@@ -188,45 +171,6 @@ class C10dCommunicator(Communicator):
             choice_position=position,
             num_alive=len(self._ranks_alive),
             route=route,
-        )
-
-    def _dispatched(
-        self,
-        call: DispatchCall,
-        arrived: Arrived,
-        num_tokens: int | Tensor,
-        rows: Tensor,
-        extras: dict[str, Tensor],
-    ) -> Dispatched:
-        handle = DispatchHandle(
-            call=call.call,
-            slot=call.slot,
-            bucket=call.bucket,
-            num_rows=call.num_rows,
-            num_tokens=num_tokens,
-            topk_idx=arrived.located.ids,
-            choice_rank=arrived.located.rank,
-            topk_weights=call.topk_weights,
-            received_weights=arrived.weights,
-            choice_position=arrived.choice_position,
-            num_tokens_per_rank=arrived.num_tokens_per_rank,
-            state=arrived,
-        )
-        return Dispatched(
-            rows=rows,
-            scales=extras.get("scales"),
-            topk_idx=arrived.local_idx,
-            topk_weights=arrived.weights,
-            num_tokens_per_rank=arrived.num_tokens_per_rank,
-            payloads={
-                name.removeprefix("payload "): tensor
-                for name, tensor in extras.items()
-                if name.startswith("payload ")
-            },
-            expert_offsets=arrived.expert_offsets,
-            row_index=arrived.row_index,
-            wire=self.config.wire,
-            handle=handle,
         )
 
     # Headers.

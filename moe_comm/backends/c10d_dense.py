@@ -129,7 +129,7 @@ class DenseCommunicator(C10dCommunicator):
                 room = self._extra_room(call, field)
                 extras[name] = room.copy_(state.layout.view(self._body(call, state), name))
         state.row_transfer.wait()
-        return self._dispatched(call, arrived, state.num_tokens, state.rows, extras)
+        return arrived.dispatched(call, state.num_tokens, state.rows, extras, self.config.wire)
 
     def _body(self, call: DispatchCall, state: _Sent) -> Tensor:
         """uint8 [R, B, record] of all ranks."""

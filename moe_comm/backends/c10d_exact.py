@@ -223,7 +223,7 @@ class ExactCommunicator(C10dCommunicator):
         extras = self._read_extras(call, plan, state)
         state.row_transfer.wait()
         self._place_rows(call, plan, state)
-        return self._dispatched(call, arrived, plan.num_tokens, state.rows, extras)
+        return arrived.dispatched(call, plan.num_tokens, state.rows, extras, self.config.wire)
 
     def _arrive(self, call: DispatchCall, state: _Sent, to: Located) -> Arrived:
         """Read the routing out of the records, and index it."""

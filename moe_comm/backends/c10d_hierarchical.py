@@ -247,7 +247,7 @@ class HierarchicalCommunicator(C10dCommunicator):
         transfers[1].wait()
         room = self._row_room(call, state.like)
         put_rows(as_bytes(room.flatten(0, 1)), route.places, rows)
-        return self._dispatched(call, arrived, state.num_tokens, room, extras)
+        return arrived.dispatched(call, state.num_tokens, room, extras, self.config.wire)
 
     def _inside(self, call: DispatchCall, state: _Sent) -> tuple[Hop, Tensor, Tensor]:
         """Which held rows go to whom in the node. Blocks the host."""

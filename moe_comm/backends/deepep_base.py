@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.backends import device_math
+from moe_comm.backends.arrived import ArrivedIndex
 from moe_comm.backends.c10d_routing import Located, Router
 from moe_comm.backends.deepep_messages import MessageForm, Taken
 from moe_comm.backends.deepep_transport import Transport, Way
@@ -33,23 +34,15 @@ from moe_comm.communicator import Communicator
 from moe_comm.config import EPConfig
 from moe_comm.errors import MoeCommError, PeerTimeoutError
 from moe_comm.group import Group
-from moe_comm.handle import Dispatched, DispatchHandle
+from moe_comm.handle import Dispatched
 from moe_comm.status import Status, StatusBit
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Arrived:
-    """The index of one dispatch, kept for its combine and for a repeat of its routing."""
+class Arrived(ArrivedIndex):
+    """And the `ways` its rows came."""
 
-    located: Located
-    route: Any
     ways: tuple[Way, ...]
-    local_idx: Tensor
-    weights: Tensor
-    num_tokens_per_rank: Tensor
-    expert_offsets: Tensor
-    row_index: Tensor
-    choice_position: Tensor
 
 
 class DeepEPCommunicator(Communicator):
@@ -158,7 +151,7 @@ class DeepEPCommunicator(Communicator):
             arrived = dataclasses.replace(before, ways=tuple(ways))
         else:
             arrived = self._index(call, located, route, tuple(ways), form, taken)
-        return self._dispatched(call, arrived, num_tokens, taken.rows, extras)
+        return arrived.dispatched(call, num_tokens, taken.rows, extras, self.config.wire)
 
     def _message_room(self, call: DispatchCall) -> Tensor:
         """uint8 [T + h, W] of the call's slot."""
@@ -216,45 +209,6 @@ class DeepEPCommunicator(Communicator):
             expert_offsets=offsets,
             row_index=row_index,
             choice_position=position,
-        )
-
-    def _dispatched(
-        self,
-        call: DispatchCall,
-        arrived: Arrived,
-        num_tokens: int | Tensor,
-        rows: Tensor,
-        extras: dict[str, Tensor],
-    ) -> Dispatched:
-        handle = DispatchHandle(
-            call=call.call,
-            slot=call.slot,
-            bucket=call.bucket,
-            num_rows=call.num_rows,
-            num_tokens=num_tokens,
-            topk_idx=arrived.located.ids,
-            choice_rank=arrived.located.rank,
-            topk_weights=call.topk_weights,
-            received_weights=arrived.weights,
-            choice_position=arrived.choice_position,
-            num_tokens_per_rank=arrived.num_tokens_per_rank,
-            state=arrived,
-        )
-        return Dispatched(
-            rows=rows,
-            scales=extras.get("scales"),
-            topk_idx=arrived.local_idx,
-            topk_weights=arrived.weights,
-            num_tokens_per_rank=arrived.num_tokens_per_rank,
-            payloads={
-                name.removeprefix("payload "): tensor
-                for name, tensor in extras.items()
-                if name.startswith("payload ")
-            },
-            expert_offsets=arrived.expert_offsets,
-            row_index=arrived.row_index,
-            wire=self.config.wire,
-            handle=handle,
         )
 
     # Combine.
