@@ -5,12 +5,19 @@ with w13, the activation, its grouped product with w2. humming reads expert_offs
 so there is no host sync. It wants N divisible by 64 and K by 32, and its own layout of weights:
 packed codes [L, K / 16, 2 N] int32 and scales [L, K / 32, N] E8M0, made expert by expert.
 
+A kernel is compiled (1 to 2 s, kept on disk) for each product's shape and each tile that humming
+chooses for an expected number of rows. Left alone it would compile every tile for every number of
+rows, dozens a product, so the choice is made here. Where tiles are few, humming likes to share a
+tile's reduction among programs, which add their parts to the result in bfloat16 as they finish:
+faster, but the last bits change from run to run. That needs `locks`, and is off without them.
+
 Shape legend: H hidden, I intermediate width, L local experts, C capacity; N, K of one product.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,8 +30,9 @@ if TYPE_CHECKING:
     from moe_comm.kernels.expert_gemm_weights import ExpertWeights
     from moe_comm.kernels.situ import Activation
 
-# Words that humming's stream-K mode keeps between programs of one launch; zero between launches.
+# int32 words that programs sharing a reduction need; zero before and after a launch.
 LOCK_WORDS = 2048
+_COMPUTE = json.dumps({"gemm_type": "grouped_contiguous"})
 
 
 def buffer_specs(
@@ -86,22 +94,55 @@ def layer_config(num_experts: int, n: int, k: int, device_index: int) -> Any:
     )
 
 
+@functools.lru_cache(maxsize=256)
+def tuning(num_experts: int, n: int, k: int, rows: int, device_index: int) -> dict[str, Any]:
+    """humming's own choice of tiles for a product with about `rows` rows over all experts. Key
+    "use_stream_k": whether programs share reductions."""
+    from humming.tune import get_heuristics_config
+
+    chosen: dict[str, Any] = get_heuristics_config(
+        layer_config(num_experts, n, k, device_index),
+        shape_m=rows,
+        gemm_type="grouped_contiguous",
+        device=device_index,
+    )
+    return chosen
+
+
+@functools.lru_cache(maxsize=256)
+def _tuning_text(
+    num_experts: int, n: int, k: int, rows: int, device_index: int, share: bool
+) -> str:
+    chosen = dict(tuning(num_experts, n, k, rows, device_index))
+    chosen["use_stream_k"] = share and chosen["use_stream_k"]
+    return json.dumps(chosen)
+
+
 def grouped_product(
     x: Tensor,
     weight: Tensor,
     scale: Tensor,
     expert_offsets: Tensor,
-    locks: Tensor,
     *,
     expected_rows: int,
     out: Tensor,
+    locks: Tensor | None = None,
 ) -> Tensor:
-    """out[n] = x[n] W^T of n's expert: x bfloat16 [C, K] and out [C, N] in expert order."""
+    """out[n] = x[n] W^T of n's expert: x bfloat16 [C, K] and out [C, N] in expert order.
+
+    Args:
+        weight, scale: one product's buffers of ExpertWeights, layout "humming".
+        expert_offsets: int32 [L + 1] on the device.
+        expected_rows: roughly expert_offsets[-1]; chooses tiles.
+        locks: int32 [LOCK_WORDS] of zeros of this product alone: lets programs share reductions
+            where humming would (see above). None: the same bits on every run.
+    """
     from humming.forward import humming_forward
 
     experts, groups, n = scale.shape
+    device = x.device.index or 0
     humming_forward(
-        layer_config(experts, n, groups * 32, x.device.index or 0),
+        layer_config(experts, n, groups * 32, device),
         inputs=x,
         weight=weight,
         weight_scale=scale,
@@ -109,7 +150,10 @@ def grouped_product(
         expert_layout=expert_offsets,
         locks=locks,
         valid_shape_m=expected_rows,
-        compute_config={"gemm_type": "grouped_contiguous"},
+        compute_config=_COMPUTE,
+        tuning_config=_tuning_text(
+            experts, n, groups * 32, expected_rows, device, locks is not None
+        ),
     )
     return out
 
@@ -125,22 +169,32 @@ def grouped_mlp_humming(
     out: Tensor,
 ) -> Tensor:
     """The four launches; arguments as expert_gemm.grouped_mlp checks them."""
+    x = torch.empty(row_index.shape[0], weights.hidden, dtype=torch.bfloat16, device=rows.device)
+    gather_rows(rows, scales, row_index, expert_offsets[-1:], out=x)
+    return mlp_in_order(
+        x, expert_offsets, weights, activation=activation, expected_rows=expected_rows, out=out
+    )
+
+
+def mlp_in_order(
+    x: Tensor,
+    expert_offsets: Tensor,
+    weights: ExpertWeights,
+    *,
+    activation: Activation,
+    expected_rows: int,
+    out: Tensor,
+) -> Tensor:
+    """The three launches behind the gather: x bfloat16 [C, H], grouped by expert already."""
     if weights.w13_bias is not None:
         raise ValueError("weights: expected no biases for humming, whose kernels place them apart")
-    capacity, device = row_index.shape[0], rows.device
-    num_rows = expert_offsets[-1:]
-    locks = weights.locks
-    if locks is None:
-        raise ValueError("weights.locks: expected lock words, got None")
-    x = torch.empty(capacity, weights.hidden, dtype=torch.bfloat16, device=device)
-    gather_rows(rows, scales, row_index, num_rows, out=x)
+    capacity, device = x.shape[0], x.device
     gate_up = torch.empty(capacity, 2 * weights.inter, dtype=torch.bfloat16, device=device)
-    more: dict[str, Any] = {"expected_rows": expected_rows}
     grouped_product(
-        x, weights.w13, weights.w13_scale, expert_offsets, locks[0], out=gate_up, **more
+        x, weights.w13, weights.w13_scale, expert_offsets, expected_rows=expected_rows, out=gate_up
     )
     hidden = torch.empty(capacity, weights.inter, dtype=torch.bfloat16, device=device)
-    activate_rows(gate_up, num_rows, activation=activation, out=hidden)
+    activate_rows(gate_up, expert_offsets[-1:], activation=activation, out=hidden)
     return grouped_product(
-        hidden, weights.w2, weights.w2_scale, expert_offsets, locks[1], out=out, **more
+        hidden, weights.w2, weights.w2_scale, expert_offsets, expected_rows=expected_rows, out=out
     )

@@ -34,7 +34,6 @@ class ExpertWeights:
             its own.
         w2, w2_scale: the same of [H, I].
         w13_bias [L, 2 I], w2_bias [L, H]: bfloat16, or None.
-        locks: int32 [2, 2048] of zeros, layout "humming" only: one launch's working memory.
         scale_range: kept by `put` for layout "tiles".
     """
 
@@ -48,7 +47,6 @@ class ExpertWeights:
     w2_scale: Tensor
     w13_bias: Tensor | None = None
     w2_bias: Tensor | None = None
-    locks: Tensor | None = None
     scale_range: ScaleRange = field(default_factory=ScaleRange)
 
     @classmethod
@@ -68,13 +66,11 @@ class ExpertWeights:
         for name, value in (("hidden", hidden), ("inter", inter)):
             if value < 1 or value % mxfp4_format.GROUP:
                 raise ValueError(f"{name}: expected a positive multiple of 32, got {value}")
-        locks = None
         if layout == "humming":
             from moe_comm.kernels import expert_gemm_humming
 
             if bias:
                 raise ValueError("bias: expected False for layout humming, got True")
-            locks = torch.zeros(2, expert_gemm_humming.LOCK_WORDS, dtype=torch.int32, device=device)
             shapes = expert_gemm_humming.buffer_specs(num_experts, hidden, inter)
         else:
             specs = [(2 * inter, hidden), (hidden, inter)]
@@ -97,7 +93,6 @@ class ExpertWeights:
             w2_scale=buffers[3],
             w13_bias=biases[0],
             w2_bias=biases[1],
-            locks=locks,
         )
 
     @property

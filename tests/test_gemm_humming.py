@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +19,40 @@ from moe_comm.kernels.expert_gemm_weights import ExpertWeights
 
 cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("gemm_cases.py"))))
 HAVE_HUMMING = importlib.util.find_spec("humming") is not None
+# One product each way on two experts, beside float32 products; says where it fails, and ends.
+TINY = """
+import faulthandler, sys, time
+faulthandler.dump_traceback_later(float(sys.argv[1]), exit=True)
+import torch
+from moe_comm.kernels import mxfp4_format
+from moe_comm.kernels.expert_gemm_humming import grouped_product, LOCK_WORDS, tuning
+from moe_comm.kernels.expert_gemm_weights import ExpertWeights
+
+torch.manual_seed(0)
+def pair(n, k):
+    packed = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
+    return packed, torch.randint(118, 124, (n, k // 32), dtype=torch.uint8, device="cuda")
+gate, up, down = pair(512, 512), pair(512, 512), pair(512, 512)
+weights = ExpertWeights.empty(2, 512, 512, layout="humming", device="cuda")
+began = time.perf_counter()
+for slot in (0, 1):
+    weights.put(slot, gate=gate, up=up, down=down)
+print(f"put: {time.perf_counter() - began:.1f} s; tiles {tuning(2, 1024, 512, 5, 0)}")
+x = torch.randn(5, 512, device="cuda").bfloat16()
+offsets = torch.tensor([0, 2, 5], dtype=torch.int32, device="cuda")
+both = torch.cat([mxfp4_format.dequantize(*part).float() for part in (gate, up)])
+wanted = x.float() @ both.T
+for locks in (None, torch.zeros(LOCK_WORDS, dtype=torch.int32, device="cuda")):
+    began = time.perf_counter()
+    out = torch.full((5, 1024), torch.nan, dtype=torch.bfloat16, device="cuda")
+    grouped_product(
+        x, weights.w13, weights.w13_scale, offsets, expected_rows=5, out=out, locks=locks
+    )
+    torch.cuda.synchronize()
+    error = (out.float() - wanted).abs().max() / wanted.abs().max()
+    print(f"locks {locks is not None}: {time.perf_counter() - began:.1f} s, error {error:.2e}")
+    assert error < 2**-6, (out[0, :8], wanted[0, :8])
+"""
 
 
 def test_buffers_hold_the_checkpoint_bytes():
@@ -34,10 +71,32 @@ def test_shapes_that_humming_does_not_take():
         weights.get(0)
 
 
+@pytest.fixture(scope="module")
+def humming_works():
+    """One tiny case in a process of its own, once and within 100 s: what is wrong with humming
+    here is then told whole, and no other test waits for it."""
+    root = Path(__file__).parents[1]
+    paths = [str(root), *sys.path]
+    done = subprocess.run(
+        [sys.executable, "-c", TINY, "80"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)},
+    )
+    if done.returncode != 0:
+        pytest.fail(f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}", pytrace=False)
+    return done.stdout
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.skipif(not HAVE_HUMMING, reason="needs humming-kernels (the extra 'gemm')")
+@pytest.mark.usefixtures("humming_works")
 class TestGpu:
+    def test_a_tiny_product(self, humming_works):
+        assert humming_works.count("error") == 2
+
     @pytest.mark.parametrize(
         ("counts", "hidden", "inter", "wire"),
         [
