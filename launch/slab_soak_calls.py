@@ -173,7 +173,7 @@ class Member:
     def delay(self, lane: Lane, point: int) -> None:
         """Hold this rank's stream up."""
         if self.max_delay:
-            from moe_comm.launch.slab_soak_delay import delay
+            from moe_comm.kernels.delay import delay
 
             delay(lane.delays, point)
 

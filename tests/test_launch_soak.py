@@ -166,7 +166,7 @@ def test_virtual_ranks_under_the_interpreter(tmp_path) -> None:
 def test_the_delay_compiles() -> None:
     from test_slab_compiles import compile_launch
 
-    from moe_comm.launch.slab_soak_delay import _delay_kernel
+    from moe_comm.kernels.delay import _delay_kernel
 
     kernel = compile_launch(_delay_kernel, (torch.zeros(6, dtype=torch.int64), 1), {"num_warps": 1})
     assert "%clock64" in kernel.asm["ptx"]

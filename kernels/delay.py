@@ -3,15 +3,13 @@ can be replayed with other delays: tests of races between ranks. CUDA only."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def _clock() -> Any:
+def _clock():
     """Cycles of this multiprocessor: one program runs on one, and its tick is fine."""
     return tl.max(
         tl.inline_asm_elementwise(
@@ -22,7 +20,7 @@ def _clock() -> Any:
 
 
 @triton.jit(do_not_specialize=["index"])
-def _delay_kernel(cycles_ptr: Any, index: Any) -> None:
+def _delay_kernel(cycles_ptr, index):
     wanted = tl.load(cycles_ptr + index)
     start = _clock()
     now = start
