@@ -1,210 +1,136 @@
 """Time the hybrid model against two plainer ports of it, and its attention layers by context.
 
-Not a moe-bench subcommand's main path but a run of its own:
+Not a moe-bench subcommand but a run of its own:
   torchrun --nproc-per-node 2 -m moe_comm.launch.bench_model --json results/x.json
-Ranks must agree, so all options are given to all of them alike.
+Ranks must agree, so all options are given to all of them alike. The result file is written after
+each section, so that what a time limit leaves unfinished costs nothing else.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import torch
 
 from moe_comm.launch.spawn import is_rank
 from moe_comm.model.config import PRESETS, K3Config
 
 if TYPE_CHECKING:
-    from moe_comm.communicator import Communicator
-    from moe_comm.launch.results import Row
+    from moe_comm.config import EPConfig
+    from moe_comm.launch.model_measure import Bench, Options
     from moe_comm.launch.worker import Ranks
+    from moe_comm.model.transformer import Transformer
 
 SECTIONS = ("ttft", "decode", "overlap", "context")
-PAGE = 64
-DECODE_CONTEXT = 1024
 DEFINITIONS = {
     "ttft": "one forward over num_tokens prompt tokens a rank, logits of the last token included",
     "decode_step": (
         "one forward of num_tokens requests a rank, one token each, context 1024; "
         "tokens_per_s_per_gpu is num_tokens / slowest_rank_p50_us"
     ),
-    "moe_hidden": (
-        "layer_us: a MoE layer; without_us: the same launches without dispatch and combine; "
-        "comm_us: dispatch and combine alone; hidden = 1 - (layer_us - without_us) / comm_us"
+    "moe_layer": (
+        "one MoE layer, all of the median of the slowest rank: layer_us, shared experts beside the "
+        "transfers; one_stream_us, the same on one stream; without_us, its launches but dispatch "
+        "and combine; comm_us, dispatch and combine alone, one launch each; shared_us, the shared "
+        "experts alone; both_us, transfers beside shared experts and nothing else. "
+        "hidden = 1 - (both_us - shared_us) / comm_us; "
+        "hidden_in_layer = 1 - (layer_us - without_us) / comm_us"
     ),
-    "kda_decode, mla_decode": "one attention layer, one token a request, at params.context",
+    "kda_decode, mla_decode": "one attention layer, a token of each request, at params.context",
     "ports": (
-        "ours: MXFP4 experts, fla-core KDA, this communicator, overlap; fair: the same experts and "
-        "KDA, a row per (token, expert) over torch.distributed, no overlap; straight: as fair with "
-        "bf16 expert weights and KDA in plain torch"
+        "ours: MXFP4 experts, fla-core KDA, this communicator, overlap, decode steps captured; "
+        "fair: the same experts and KDA, a row per (token, expert) over torch.distributed, no "
+        "overlap; straight: as fair with bf16 expert weights and KDA in plain torch, in chunks for "
+        "prompts"
     ),
-    "shared experts' weights": "all MoE layers use one layer's routed experts, so that bf16 fits",
+    "shared weights": (
+        "all MoE layers use one layer's routed experts, copies of a few, so that bf16 fits"
+    ),
+    "fla tiles": "fla-core's kernels with one pinned tile configuration each, not autotuned",
+    "per_rank_shape_of_ep": (
+        "experts a rank as at that EP size, exchanged between the ranks of this run"
+    ),
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """What to run; equal on all ranks."""
-
-    config: K3Config
-    sections: tuple[str, ...]
-    ports: tuple[str, ...]
-    prompt_tokens: int
-    batches: tuple[int, ...]
-    contexts: tuple[int, ...]
-    overlap_tokens: int
-    backend: str
-    graph: bool
-    iters: int
-    seed: int
-    budget_s: float
-
-
-@dataclasses.dataclass(kw_only=True)
-class Bench:
-    """One rank's run: the models, and the rows measured so far."""
-
-    ranks: Ranks
-    options: Options
-    comm: Communicator
-    rows: list[Row] = dataclasses.field(default_factory=list)
-    began: float = dataclasses.field(default_factory=time.monotonic)
-
-    def in_time(self) -> bool:
-        """Whether the budget leaves room for another measurement; the first rank decides."""
-        left = time.monotonic() - self.began < self.options.budget_s
-        return bool(self.ranks.gather(left, what="budget")[0])
-
-    def time(self, call: Callable[[], object], *, graph: bool, iters: int) -> list[list[float]]:
-        """Microseconds of each sample, rank by rank."""
-        from moe_comm.launch.timing import time_calls
-
-        with torch.inference_mode():
-            mine = time_calls(call, self.ranks, iters=iters, warmup=2, graph=graph)
-        return self.ranks.gather(mine, what="samples")
-
-    def add(
-        self,
-        phase: str,
-        samples: list[list[float]],
-        *,
-        num_tokens: int,
-        graph: bool,
-        backend: str | None = None,
-        **params: Any,
-    ) -> Row:
-        """Record a row; `num_tokens` a rank."""
-        from moe_comm.launch.results import Row
-        from moe_comm.launch.timing import Statistics
-
-        config = self.options.config
-        figures = Statistics.of(samples)
-        row = Row(
-            backend=backend or self.comm.backend,
-            mode=self.comm.mode if backend is None else "torch",
-            phase=phase,
-            layout="expert",
-            num_tokens=num_tokens,
-            hidden=config.routed_expert_hidden_size,
-            num_topk=config.num_experts_per_token,
-            num_experts=config.num_experts,
-            ep_size=self.ranks.num_ranks,
-            wire="bf16",
-            routing="model",
-            cuda_graph=graph,
-            params={"layers": config.num_hidden_layers, **params},
-            **dataclasses.asdict(figures),
-        )
-        self.rows.append(row)
-        self.ranks.say(
-            f"{phase} T={num_tokens} {params}: {row.slowest_rank_p50_us:.1f} us"
-            f"{' (graph)' if graph else ''}"
-        )
-        return row
 
 
 @click.command("bench-model")
 @click.option("--preset", type=click.Choice(PRESETS), default="kimi-k3-4l", show_default=True)
-@click.option("--ep-shape", type=click.IntRange(1), help="Experts a rank as at this EP size.")
+@click.option(
+    "--ep-shapes",
+    default="0,16,64",
+    show_default=True,
+    help="Experts a rank as at these EP sizes; 0: all of them. The largest shape has every section "
+    "and port, others leave out `straight`, overlap and context.",
+)
+@click.option("--layers", type=click.IntRange(1), help="First layers of the preset alone.")
 @click.option("--sections", default=",".join(SECTIONS), show_default=True)
-@click.option("--ports", default="ours,fair,straight", show_default=True)
+@click.option("--ports", default="ours,straight,fair", show_default=True)
 @click.option("--prompt-tokens", type=click.IntRange(1), default=8192, show_default=True)
 @click.option("--batches", default="1,32,128", show_default=True)
 @click.option("--contexts", default="1024,4096,16384,65536,262144", show_default=True)
+@click.option("--context-requests", type=click.IntRange(1), default=8, show_default=True)
 @click.option("--overlap-tokens", type=click.IntRange(1), default=128, show_default=True)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cuda", show_default=True)
 @click.option("--backend", default="auto", show_default=True)
+@click.option(
+    "--experts",
+    type=click.Choice(["auto", "humming", "triton", "torch"]),
+    default="auto",
+    show_default=True,
+)
 @click.option("--cuda-graph/--no-cuda-graph", "graph", default=True, show_default=True)
-@click.option("--iters", type=click.IntRange(1), default=20, show_default=True)
+@click.option("--iters", type=click.IntRange(1), default=10, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--budget", type=float, default=480.0, show_default=True, help="Seconds in all.")
+@click.option("--seconds", type=float, default=60.0, show_default=True, help="For a section.")
+@click.option("--budget", type=float, default=300.0, show_default=True, help="Seconds in all.")
 @click.option("--timeout", type=float, default=60.0, show_default=True)
 @click.option("--json", "json_path", default="-", show_default=True)
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="PNG of `context`.")
-def command(
-    preset: str,
-    ep_shape: int | None,
-    sections: str,
-    ports: str,
-    prompt_tokens: int,
-    batches: str,
-    contexts: str,
-    overlap_tokens: int,
-    device: str,
-    backend: str,
-    graph: bool,
-    iters: int,
-    seed: int,
-    budget: float,
-    timeout: float,
-    json_path: str,
-    plot: Path | None,
-) -> int:
+def command(**given: Any) -> int:
     """Check the ports against each other, then time them."""
     if not is_rank():
         raise click.UsageError(
             "expected ranks: torchrun --nproc-per-node N -m moe_comm.launch.bench_model ..."
         )
-    from moe_comm.launch.model_ports import PORTS
-    from moe_comm.launch.results import write_json
     from moe_comm.launch.worker import run_rank
 
+    options = _options(given)
     started = datetime.datetime.now(datetime.UTC)
+    return run_rank(
+        lambda ranks: _run(ranks, options, started, given),
+        device_type=given["device"],
+        timeout_s=given["timeout"],
+    )
 
-    def body(ranks: Ranks) -> int:
-        config = K3Config.preset(preset)
-        if ep_shape is not None:
-            local = config.num_experts // ep_shape
-            config = dataclasses.replace(config, num_experts=local * ranks.num_ranks)
-        options = Options(
-            config=config,
-            sections=_names(sections, SECTIONS, "--sections"),
-            ports=_names(ports, PORTS, "--ports"),
-            prompt_tokens=prompt_tokens,
-            batches=tuple(int(b) for b in batches.split(",")),
-            contexts=tuple(int(c) for c in contexts.split(",")),
-            overlap_tokens=overlap_tokens,
-            backend=backend,
-            graph=graph and device == "cuda",
-            iters=iters,
-            seed=seed,
-            budget_s=budget,
-        )
-        document = _run(ranks, options, started, timeout, ep_shape)
-        if ranks.is_first:
-            write_json(json_path, document)
-            if plot is not None:
-                plot_context(document, plot)
-        return 0
 
-    return run_rank(body, device_type=device, timeout_s=timeout)
+def _options(given: dict[str, Any]) -> Options:
+    from moe_comm.launch.model_measure import Options
+    from moe_comm.launch.model_ports import PORTS
+
+    experts, config = given["experts"], K3Config.preset(given["preset"])
+    if given["layers"] is not None:
+        config = config.truncate(given["layers"])
+    return Options(
+        config=config,
+        ep_shapes=_numbers(given["ep_shapes"], "--ep-shapes"),
+        sections=_names(given["sections"], SECTIONS, "--sections"),
+        ports=_names(given["ports"], PORTS, "--ports"),
+        prompt_tokens=given["prompt_tokens"],
+        batches=_numbers(given["batches"], "--batches"),
+        contexts=_numbers(given["contexts"], "--contexts"),
+        context_requests=given["context_requests"],
+        overlap_tokens=given["overlap_tokens"],
+        backend=given["backend"],
+        implementation=None if experts == "auto" else experts,
+        graph=given["graph"] and given["device"] == "cuda",
+        iters=given["iters"],
+        seed=given["seed"],
+        section_s=given["seconds"],
+        budget_s=given["budget"],
+    )
 
 
 def _names(text: str, known: tuple[str, ...], option: str) -> tuple[str, ...]:
@@ -215,71 +141,112 @@ def _names(text: str, known: tuple[str, ...], option: str) -> tuple[str, ...]:
     return names
 
 
-def _run(
-    ranks: Ranks,
-    options: Options,
-    started: datetime.datetime,
-    timeout_s: float,
-    ep_shape: int | None,
-) -> dict[str, Any]:
-    from moe_comm import create_communicator
-    from moe_comm.launch import model_sections as sections
-    from moe_comm.launch.model_ports import build_model
-    from moe_comm.launch.results import build_document
+def _numbers(text: str, option: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise click.UsageError(f"{option}: expected whole numbers, got {text!r}") from error
+
+
+def _run(ranks: Ranks, options: Options, started: datetime.datetime, given: dict[str, Any]) -> int:
+    from moe_comm.launch.model_measure import Bench
+    from moe_comm.launch.model_summary import summary
+    from moe_comm.launch.results import write_json
     from moe_comm.model.layers.linear import Numerics
-    from moe_comm.model.parallel import Parallel
     from moe_comm.model.transformer import ep_config
 
-    largest = max(options.prompt_tokens, *options.batches, options.overlap_tokens)
-    shape = ep_config(
-        options.config, max_tokens_per_rank=largest, numerics=Numerics(), timeout_s=timeout_s
-    )
+    path = given["json_path"]
+
+    def shape_of(ep: int) -> EPConfig:
+        return ep_config(
+            options.config_at(ep, ranks.num_ranks),
+            max_tokens_per_rank=options.most_tokens,
+            numerics=Numerics(),
+            timeout_s=given["timeout"],
+        )
+
+    # The shape with the most experts first: the others use a part of them.
+    shapes = sorted(options.ep_shapes, key=lambda ep: -shape_of(ep).num_experts)
+
+    def save(bench: Bench) -> dict[str, Any]:
+        document = _document(bench, shape_of(shapes[0]), started)
+        if ranks.is_first and path != "-":
+            write_json(path, document)
+        return document
+
+    bench = Bench(ranks=ranks, options=options, save=save)
+    held: tuple[Transformer, Any] | None = None
+    for ep in shapes:
+        if bench.in_time(f"the shape of EP{ep or ranks.num_ranks}"):
+            held = _run_shape(bench, shape_of(ep), ep, held)
+    document = save(bench)
+    if ranks.is_first:
+        if path == "-":
+            write_json(path, document)
+        else:
+            print("\n".join(summary(document["rows"])))
+        if given["plot"] is not None:
+            from moe_comm.launch.model_summary import plot_context
+
+            plot_context(document, given["plot"])
+    return 0
+
+
+def _run_shape(
+    bench: Bench, shape: EPConfig, ep: int, held: tuple[Transformer, Any] | None
+) -> tuple[Transformer, Any]:
+    """All that is measured on one communicator; returns the model and experts that were built."""
+    from moe_comm import create_communicator
+    from moe_comm.launch import model_sections as sections
+    from moe_comm.launch.model_measure import Setup
+    from moe_comm.launch.model_ports import build_model, narrowed
+    from moe_comm.model.parallel import Parallel
+
+    options, ranks, is_first = bench.options, bench.ranks, held is None
     with create_communicator(shape, ranks.group, backend=options.backend) as comm:
-        bench = Bench(ranks=ranks, options=options, comm=comm)
-        ranks.say(f"building {options.config.num_hidden_layers} layers, {comm.backend} {comm.mode}")
-        model, experts = build_model(
-            options.config, comm, Parallel.create(1), ranks.device, options.seed
-        )
+        ranks.say(f"{shape.num_experts} experts, {comm.backend} {comm.mode}")
+        if held is None:
+            with bench.section("weights"):
+                held = build_model(
+                    options.config_at(ep, ranks.num_ranks),
+                    comm,
+                    Parallel.create(1),
+                    ranks.device,
+                    options.seed,
+                    implementation=options.implementation,
+                )
+        whole, all_experts = held
+        config = options.config_at(ep, ranks.num_ranks)
+        model, experts = narrowed(whole, all_experts, config, comm)
+        setup = Setup(comm=comm, model=model, experts=experts, ep=ep)
         for port in options.ports:
-            sections.run_port(bench, model, experts, port)
-        if "overlap" in options.sections and bench.in_time():
-            sections.overlap(bench, model)
-        if "context" in options.sections and bench.in_time():
-            sections.context(bench, model)
+            if (is_first or port != "straight") and bench.in_time(f"{port} of EP{ep}"):
+                with bench.section(f"{port}, {shape.num_experts} experts"):
+                    sections.run_port(bench, setup, port)
+        for name, section in (("overlap", sections.overlap), ("context", sections.context)):
+            if is_first and name in options.sections and bench.in_time(name):
+                with bench.section(name):
+                    section(bench, setup)
         comm.check()
-        if ep_shape is not None:
-            for row in bench.rows:
-                row.params["per_rank_shape_of_ep"] = ep_shape
-        document = build_document(
-            ranks,
-            command="bench-model",
-            argv=sys.argv[1:],
-            started=started,
-            config=shape,
-            seed=options.seed,
-            rows=bench.rows,
-        )
+    return held
+
+
+def _document(bench: Bench, shape: EPConfig, started: datetime.datetime) -> dict[str, Any]:
+    from moe_comm.launch.results import build_document
+
+    document = build_document(
+        bench.ranks,
+        command="bench-model",
+        argv=sys.argv[1:],
+        started=started,
+        config=shape,
+        seed=bench.options.seed,
+        rows=bench.rows,
+    )
     document["definitions"] = {**document["definitions"], **DEFINITIONS}
+    if bench.left_out:
+        document["definitions"]["left out for lack of time"] = ", ".join(bench.left_out)
     return document
-
-
-def plot_context(document: dict[str, Any], path: Path) -> None:
-    """Decode cost of one layer by context, a line for KDA and one for MLA, both axes logarithmic.
-    Needs matplotlib (the extra `plot`)."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.add_subplot()
-    for phase, label in (("kda_decode", "KDA layer"), ("mla_decode", "Gated MLA layer")):
-        rows = [row for row in document["rows"] if row["phase"] == phase]
-        points = sorted((r["params"]["context"], r["slowest_rank_p50_us"]) for r in rows)
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="o", label=label)
-    axes.set(xscale="log", yscale="log", xlabel="context, tokens", ylabel="one decode token, us")
-    axes.legend()
-    axes.grid(visible=True, which="both", alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

@@ -1,152 +1,84 @@
-"""The sections of bench_model: one port's check and times; overlap; decode by context."""
+"""The sections of bench_model: a port's times; overlap; decode by context."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from moe_comm.errors import WrongDataError
-from moe_comm.launch.bench_model import DECODE_CONTEXT, PAGE, Bench
-from moe_comm.launch.model_ports import PerExpertComm, as_port, dequantized_experts
+from moe_comm.launch.model_checks import check_graph, check_port
+from moe_comm.launch.model_experts import dequantized_experts
+from moe_comm.launch.model_inputs import decoding, first_kda_state, prompt
+from moe_comm.launch.model_measure import Bench, Setup
+from moe_comm.launch.model_ports import PerExpertComm, as_port
+from moe_comm.launch.timing import Statistics
 from moe_comm.model.layers.gated_mla import GatedMla
-from moe_comm.model.layers.kda import KdaState
-from moe_comm.model.layers.latent_moe import Experts, LatentMoe
+from moe_comm.model.layers.latent_moe import LatentMoe, receive_on, send_on
 from moe_comm.model.layers.linear import linear
 from moe_comm.model.layers.norm import rms_norm
 from moe_comm.model.layers.sequence_plan import SequencePlan
 from moe_comm.model.parallel import Parallel
-from moe_comm.model.serving.batch import ForwardBatch, SequenceSlice, make_batch
-from moe_comm.model.serving.paged_cache import PagedCache
-from moe_comm.model.serving.state_pool import StatePool
+from moe_comm.model.serving.batch import ForwardBatch
+from moe_comm.model.transformer import Transformer
 
-if TYPE_CHECKING:
-    from moe_comm.model.transformer import Transformer
-
-CHECK_TOKENS = 100
-# Relative error of the first MoE layer's output between two ports: bf16 rounding in other places.
-CHECK_BOUND = 0.03
+DECODE_CONTEXT = 1024
 
 
-def run_port(bench: Bench, model: Transformer, experts: Experts, port: str) -> None:
-    """Build the port, hold it against ours, then time it. Frees what it built."""
-    plain = PerExpertComm(bench.comm.config, bench.ranks.group)
-    comm: Any = bench.comm if port == "ours" else plain
-    used = experts
-    if port == "straight":
-        bench.ranks.say("dequantizing experts to bf16")
-        used = dequantized_experts(
-            bench.options.config,
-            bench.comm.placement.num_local_experts(bench.comm.rank),
-            bench.ranks.device,
-            bench.options.seed + bench.comm.rank,
-        )
-    ported = as_port(model, port, comm, used)
+def run_port(bench: Bench, setup: Setup, port: str) -> None:
+    """Build the port, check it, time it. Frees what it built."""
+    comm: Any = setup.comm
     if port != "ours":
-        error = _check(bench, as_port(model, "ours", bench.comm, experts), ported)
-        bench.ranks.say(f"{port}: first MoE layer within {error:.1e} of ours")
+        comm = PerExpertComm(setup.comm.config, bench.ranks.group)
+    experts = setup.experts
+    if port == "straight":
+        experts = dequantized_experts(
+            setup.model.config,
+            setup.comm.placement.num_local_experts(setup.comm.rank),
+            bench.ranks.device,
+            bench.options.seed + setup.comm.rank,
+        )
+    ported = as_port(setup.model, port, comm, experts)
+    check_port(bench, setup, ported, comm, port)
     backend = None if port == "ours" else comm.backend
-    graph = bench.options.graph and port == "ours" and bench.comm.backend == "slab"
-    if "ttft" in bench.options.sections and bench.in_time():
-        _ttft(bench, ported, port, backend)
+    graph = port == "ours" and _captures(bench, setup)
+    if graph:
+        check_graph(bench, ported, min(32, max(bench.options.batches)), DECODE_CONTEXT)
+    if "ttft" in bench.options.sections and bench.in_time(f"ttft of {port}"):
+        _ttft(bench, setup, ported, port, backend)
     for batch in bench.options.batches:
-        if "decode" in bench.options.sections and bench.in_time():
-            _decode(bench, ported, port, backend, batch, graph=graph)
+        wanted = "decode" in bench.options.sections
+        if wanted and bench.in_time(f"decode of {port} at batch {batch}"):
+            _decode(bench, setup, ported, port, backend, batch, graph=graph)
 
 
-def _check(bench: Bench, ours: Transformer, other: Transformer) -> float:
-    """Relative error of the first MoE layer's output on the same tokens. Raises WrongDataError.
-
-    Later layers follow the router's near ties, which rounding decides, so they are not compared.
-    """
-    outputs = []
-    first = ours.config.moe_layers[0]
-    for model in (ours, other):
-        seen: list[torch.Tensor] = []
-
-        def observe(
-            layer: int, name: str, tensor: torch.Tensor, kept: list[torch.Tensor] = seen
-        ) -> None:
-            if (layer, name) == (first, "mlp"):
-                kept.append(tensor.float())
-
-        batch = _prompt(model, bench, CHECK_TOKENS)
-        logits = model.forward(batch, observer=observe)
-        if not bool(torch.isfinite(logits).all()):
-            raise WrongDataError("logits: expected finite values")
-        outputs.append(seen[0])
-    error = float((outputs[0] - outputs[1]).norm() / outputs[0].norm())
-    worst = max(bench.ranks.gather(error, what="check"))
-    if not worst < CHECK_BOUND:
-        raise WrongDataError(
-            f"first MoE layer: expected within {CHECK_BOUND} of ours, got {worst:.3g}"
-        )
-    return float(worst)
+def _captures(bench: Bench, setup: Setup) -> bool:
+    return bench.options.graph and "capture" in setup.comm.capabilities
 
 
-def _state(model: Transformer, requests: int, context: int) -> tuple[StatePool, PagedCache]:
-    layout = model.layout(page_size=PAGE)
-    pool = StatePool(layout, requests, device=model.device)
-    cache = PagedCache(layout, requests * layout.pages_for(context + 1), device=model.device)
-    return pool, cache
-
-
-def _prompt(model: Transformer, bench: Bench, num_tokens: int) -> ForwardBatch:
-    """One request of random tokens, another on each rank."""
-    pool, cache = _state(model, 1, num_tokens)
-    handles, pages = pool.allocate(1), cache.allocate(model.layout().pages_for(num_tokens))
-    assert handles is not None
-    assert pages is not None
-    generator = torch.Generator().manual_seed(bench.options.seed + bench.ranks.rank)
-    tokens = torch.randint(0, model.config.vocab_size, (num_tokens,), generator=generator)
-    piece = SequenceSlice(
-        token_ids=tuple(tokens.tolist()), start=0, slot=handles[0].slot, pages=pages
-    )
-    return make_batch([piece], pool=pool, cache=cache.rows, bucket=num_tokens)
-
-
-def _decoding(model: Transformer, bench: Bench, requests: int, context: int) -> ForwardBatch:
-    """`requests` requests with `context` tokens behind them; random state and cache rows."""
-    pool, cache = _state(model, requests, context)
-    generator = torch.Generator(model.device).manual_seed(bench.options.seed)
-    for tensor in pool.tensors.values():
-        tensor.normal_(generator=generator).mul_(0.1)
-    cache.rows.normal_(generator=generator)
-    handles = pool.allocate(requests)
-    assert handles is not None
-    slices = []
-    for i, handle in enumerate(handles):
-        pages = cache.allocate(model.layout().pages_for(context + 1))
-        assert pages is not None
-        token = (7919 * (i + 1) + 31 * bench.ranks.rank) % model.config.vocab_size
-        slices.append(
-            SequenceSlice(token_ids=(token,), start=context, slot=handle.slot, pages=pages)
-        )
-    return make_batch(slices, pool=pool, cache=cache.rows, bucket=requests)
-
-
-def _ttft(bench: Bench, model: Transformer, port: str, backend: str | None) -> None:
-    batch = _prompt(model, bench, bench.options.prompt_tokens)
-    samples = bench.time(
-        lambda: model.forward(batch), graph=False, iters=min(5, bench.options.iters)
-    )
+def _ttft(bench: Bench, setup: Setup, model: Transformer, port: str, backend: str | None) -> None:
+    tokens = bench.options.prompt_tokens
+    batch = prompt(model, bench, tokens)
+    samples = bench.time(lambda: model.forward(batch), graph=False)
     bench.add(
-        "ttft",
-        samples,
-        num_tokens=bench.options.prompt_tokens,
-        graph=False,
-        backend=backend,
-        port=port,
-    )
+        setup, "ttft", samples, num_tokens=tokens, graph=False, backend=backend, port=port
+    )  # fmt: skip
 
 
 def _decode(
-    bench: Bench, model: Transformer, port: str, backend: str | None, requests: int, *, graph: bool
+    bench: Bench,
+    setup: Setup,
+    model: Transformer,
+    port: str,
+    backend: str | None,
+    requests: int,
+    *,
+    graph: bool,
 ) -> None:
-    batch = _decoding(model, bench, requests, DECODE_CONTEXT)
-    samples = bench.time(lambda: model.forward(batch), graph=graph, iters=bench.options.iters)
+    batch = decoding(model, bench, requests, DECODE_CONTEXT)
+    samples = bench.time(lambda: model.forward(batch), graph=graph)
     row = bench.add(
+        setup,
         "decode_step",
         samples,
         num_tokens=requests,
@@ -159,86 +91,128 @@ def _decode(
     row.params["tokens_per_s_per_gpu"] = requests / row.slowest_rank_p50_us * 1e6
 
 
-def overlap(bench: Bench, model: Transformer) -> None:
-    """How much of dispatch and combine the shared experts hide, in one MoE layer."""
-    layer = next(la.mlp for la in model.layers if isinstance(la.mlp, LatentMoe))
-    num = bench.options.overlap_tokens
-    generator = torch.Generator(model.device).manual_seed(bench.ranks.rank)
-    x = torch.randn(num, model.config.hidden_size, device=model.device, generator=generator)
-    x = x.to(model.dtype)
-    graph = bench.options.graph and bench.comm.backend == "slab"
-    alone = Parallel()
+class _MoeParts:
+    """One MoE layer taken apart: its transfers and its shared experts, alone and together."""
 
-    def whole(which: LatentMoe) -> None:
-        which.forward(x, bench.comm, alone, bucket=num)
+    def __init__(self, bench: Bench, setup: Setup) -> None:
+        self.comm, self.model = setup.comm, setup.model
+        self.layer = next(la.mlp for la in self.model.layers if isinstance(la.mlp, LatentMoe))
+        self.num = bench.options.overlap_tokens
+        device = self.model.device
+        generator = torch.Generator(device).manual_seed(bench.ranks.rank)
+        x = torch.randn(self.num, self.model.config.hidden_size, device=device, generator=generator)
+        self.x = x.to(self.model.dtype)
+        self.idx, self.weights = self.layer.router.forward(self.x)
+        self.z = linear(self.x, self.layer.down, self.layer.numerics)
+        # Its slot is held, so its rows stay readable, until `done`.
+        self.arrived = self.comm.dispatch(self.z, self.idx, self.weights, bucket=self.num)
+        self.rows = self.layer.experts(self.arrived)
 
-    idx, weights = layer.router.forward(x)
-    z = linear(x, layer.down, layer.numerics)
+    def done(self) -> None:
+        """Give the held slot back."""
+        self.comm.combine(self.rows, self.arrived.handle)
 
-    def transfers() -> None:
-        arrived = bench.comm.dispatch(z, idx, weights, bucket=num)
-        bench.comm.combine(rows, arrived.handle)
-
-    arrived = bench.comm.dispatch(z, idx, weights, bucket=num)
-    rows = layer.experts(arrived)
-
-    def without() -> None:
-        """The layer's launches, its rows taken from a dispatch that was done before."""
-        layer.router.forward(x)
-        linear(x, layer.down, layer.numerics)
-        hidden = layer.shared.hidden(x)
-        layer.experts(arrived)
-        shared = linear(hidden, layer.shared.down, layer.numerics)
-        latent = rms_norm(z, layer.norm_weight, layer.eps)
-        linear(latent, layer.up, layer.numerics).add_(shared)
-
-    iters = bench.options.iters
-    base = bench.time(without, graph=graph, iters=iters)
-    bench.comm.combine(rows, arrived.handle)
-    comm = bench.time(transfers, graph=graph, iters=iters)
-    one_stream = dataclasses.replace(layer, stream=None)
-    serial = bench.time(lambda: whole(one_stream), graph=graph, iters=iters)
-    layered = bench.time(lambda: whole(layer), graph=graph, iters=iters)
-    from moe_comm.launch.timing import Statistics
-
-    figures = {
-        name: Statistics.of(samples).slowest_rank_p50_us
-        for name, samples in (
-            ("layer_us", layered),
-            ("one_stream_us", serial),
-            ("without_us", base),
-            ("comm_us", comm),
+    def whole(self, *, side_stream: bool) -> None:
+        """The layer as the model runs it, or with everything on one stream."""
+        stream = self.layer.stream if side_stream else None
+        dataclasses.replace(self.layer, stream=stream).forward(
+            self.x, self.comm, Parallel(), bucket=self.num
         )
+
+    def without(self) -> None:
+        """The layer's launches but dispatch and combine; rows of a dispatch done before."""
+        layer = self.layer
+        layer.router.forward(self.x)
+        linear(self.x, layer.down, layer.numerics)
+        hidden = layer.shared.hidden(self.x)
+        layer.experts(self.arrived)
+        shared = linear(hidden, layer.shared.down, layer.numerics)
+        latent = rms_norm(self.z, layer.norm_weight, layer.eps)
+        torch.add(linear(latent, layer.up, layer.numerics), shared)
+
+    def transfers(self) -> None:
+        """Dispatch and combine in one piece each, on one stream: their shortest time."""
+        arrived = self.comm.dispatch(self.z, self.idx, self.weights, bucket=self.num)
+        self.comm.combine(self.rows, arrived.handle)
+
+    def shared(self) -> None:
+        """The shared experts' two products and their activation."""
+        hidden = self.layer.shared.hidden(self.x)
+        linear(hidden, self.layer.shared.down, self.layer.numerics)
+
+    def both(self) -> None:
+        """Transfers beside shared experts, in halves, as the layer has them."""
+        layer = self.layer
+        with send_on(layer.stream):
+            sending = self.comm.dispatch(
+                self.z, self.idx, self.weights, bucket=self.num, async_op=True
+            )
+        hidden = layer.shared.hidden(self.x)
+        with receive_on(layer.stream):
+            arrived = sending.wait()
+        with send_on(layer.stream):
+            returning = self.comm.combine(self.rows, arrived.handle, async_op=True)
+        linear(hidden, layer.shared.down, layer.numerics)
+        with receive_on(layer.stream):
+            returning.wait()
+
+
+def overlap(bench: Bench, setup: Setup) -> None:
+    """How much of dispatch and combine the shared experts hide, in one MoE layer."""
+    graph = _captures(bench, setup)
+    with torch.inference_mode():
+        parts = _MoeParts(bench, setup)
+    calls = {
+        "without_us": parts.without,
+        "shared_us": parts.shared,
+        "comm_us": parts.transfers,
+        "both_us": parts.both,
+        "one_stream_us": lambda: parts.whole(side_stream=False),
+        "layer_us": lambda: parts.whole(side_stream=True),
     }
-    hidden = 1 - (figures["layer_us"] - figures["without_us"]) / figures["comm_us"]
-    row = bench.add("moe_hidden", layered, num_tokens=num, graph=graph, hidden=hidden)
-    row.params.update(figures)
+    samples = {name: bench.time(call, graph=graph) for name, call in calls.items()}
+    with torch.inference_mode():
+        parts.done()
+    figures = {name: Statistics.of(s).slowest_rank_p50_us for name, s in samples.items()}
+    comm = figures["comm_us"]
+    row = bench.add(setup, "moe_layer", samples["layer_us"], num_tokens=parts.num, graph=graph)
+    row.params.update(
+        figures,
+        hidden=1 - (figures["both_us"] - figures["shared_us"]) / comm,
+        hidden_in_layer=1 - (figures["layer_us"] - figures["without_us"]) / comm,
+    )
+    bench.ranks.say(f"overlap: {row.params}")
 
 
-def context(bench: Bench, model: Transformer) -> None:
-    """One KDA and one MLA layer, decoding one token, by context."""
+def context(bench: Bench, setup: Setup) -> None:
+    """One KDA and one MLA layer, decoding a token of each request, by context."""
+    model, requests = setup.model, bench.options.context_requests
     kda = next(i for i in range(len(model.layers)) if not model.config.is_mla(i))
     mla = next((i for i in range(len(model.layers)) if model.config.is_mla(i)), None)
-    x = torch.randn(1, model.config.hidden_size, device=model.device).to(model.dtype)
+    x = torch.randn(requests, model.config.hidden_size, device=model.device).to(model.dtype)
     for tokens in bench.options.contexts:
-        batch = _decoding(model, bench, 1, tokens)
+        if not bench.in_time(f"context {tokens}"):
+            return
+        batch = decoding(model, bench, requests, tokens)
         for name, index in (("kda_decode", kda), ("mla_decode", mla)):
-            if index is None or not bench.in_time():
+            if index is None:
                 continue
             attention = model.layers[index].attention
 
             def call(attention: Any = attention, batch: ForwardBatch = batch) -> None:
-                plan, pool = SequencePlan(batch), batch.pool
+                plan = SequencePlan(batch)
                 if isinstance(attention, GatedMla):
                     attention.forward(x, plan, batch.cache[0], Parallel())
-                    return
-                state = KdaState(
-                    recurrent=pool.recurrent[0],
-                    conv_q=pool.conv["q"][0],
-                    conv_k=pool.conv["k"][0],
-                    conv_v=pool.conv["v"][0],
-                )
-                attention.forward(x, plan, state, Parallel())
+                else:
+                    attention.forward(x, plan, first_kda_state(batch.pool), Parallel())
 
-            samples = bench.time(call, graph=bench.options.graph, iters=bench.options.iters)
-            bench.add(name, samples, num_tokens=1, graph=bench.options.graph, context=tokens)
+            samples = bench.time(call, graph=bench.options.graph)
+            bench.add(
+                setup,
+                name,
+                samples,
+                num_tokens=requests,
+                graph=bench.options.graph,
+                backend="none",
+                context=tokens,
+            )

@@ -78,7 +78,9 @@ class Builder:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Of high priority: a transfer's few programs must not queue behind those of a product that
+        # fills the device, and the product does not miss them.
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self.config, self.source = config, source
         self.parallel, self.numerics = parallel, numerics
         self.device, self.dtype = device, dtype

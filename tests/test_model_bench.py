@@ -1,4 +1,5 @@
-"""The model benchmark, small, on two CPU ranks: the ports agree, and the result file is valid."""
+"""The model benchmark, small, on two CPU ranks: the ports agree, the result file is valid and there
+before the end, time limits leave things out by name."""
 
 from __future__ import annotations
 
@@ -7,27 +8,74 @@ import sys
 
 import pytest
 
+from moe_comm.launch.model_summary import fit, summary
 from moe_comm.launch.results import read_json
+
+OPTIONS = ["--preset", "k3-tiny", "--device", "cpu", "--iters", 3]
+
+
+def run(target, *more):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    command += ["-m", "moe_comm.launch.bench_model", *OPTIONS, "--json", target, *more]
+    return subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_every_section(tmp_path):
+    target, picture = tmp_path / "model.json", tmp_path / "context.png"
+    done = run(
+        target, "--layers", 4, "--ep-shapes", "32,64", "--prompt-tokens", 32, "--batches", 4,
+        "--contexts", "64,256", "--overlap-tokens", 8, "--context-requests", 2, "--plot", picture,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    # Raises where a port's layers differ from ours, so an exit of 0 says that they agree.
+    rows = read_json(target)["rows"]
+    for ep, ports in ((32, ("ours", "straight", "fair")), (64, ("ours", "fair"))):
+        here = [row for row in rows if row["params"]["per_rank_shape_of_ep"] == ep]
+        found = [(row["phase"], row["params"]["port"]) for row in here if "port" in row["params"]]
+        assert found == [(phase, port) for port in ports for phase in ("ttft", "decode_step")]
+    assert [row["phase"] for row in rows].count("kda_decode") == 2
+    assert [row["phase"] for row in rows].count("mla_decode") == 2
+    (layer,) = (row for row in rows if row["phase"] == "moe_layer")
+    assert {"hidden", "hidden_in_layer", "comm_us", "both_us"} <= set(layer["params"])
+    assert picture.stat().st_size > 1000
+    # Two rates at each shape, what is hidden, and two lines by context.
+    assert len(done.stdout.splitlines()) == 7, done.stdout
 
 
 @pytest.mark.slow
-def test_small_run(tmp_path):
-    target, picture = tmp_path / "model.json", tmp_path / "context.png"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    command += ["-m", "moe_comm.launch.bench_model", "--preset", "k3-tiny", "--device", "cpu"]
-    command += ["--ep-shape", 28, "--prompt-tokens", 64, "--batches", "1,4", "--iters", 3]
-    command += ["--contexts", "64,256", "--overlap-tokens", 8]
-    command += ["--json", target, "--plot", picture]
-    done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=240, check=False
-    )
+def test_no_time(tmp_path):
+    """A budget that is used up when the weights are there: exit 0, a valid file, names left out."""
+    target = tmp_path / "model.json"
+    done = run(target, "--ep-shapes", "64", "--layers", 1, "--budget", 0.01)
     assert done.returncode == 0, done.stderr
-    # Raises where a port's first MoE layer differs from ours, so an exit of 0 says they agree.
     document = read_json(target)
-    rows = document["rows"]
-    for port in ("ours", "fair", "straight"):
-        phases = [row["phase"] for row in rows if row["params"].get("port") == port]
-        assert phases == ["ttft", "decode_step", "decode_step"]
-    assert sum(row["phase"] == "kda_decode" for row in rows) == 2
-    assert all(row["params"]["per_rank_shape_of_ep"] == 28 for row in rows)
-    assert picture.stat().st_size > 1000
+    assert document["rows"] == []
+    assert "EP64" in document["definitions"]["left out for lack of time"]
+
+
+def test_summary():
+    def row(phase, us, **params):
+        return {
+            "phase": phase,
+            "num_tokens": 128,
+            "num_experts": 896,
+            "slowest_rank_p50_us": us,
+            "params": params,
+        }
+
+    lines = summary(
+        [
+            row("decode_step", 1000.0, port="ours"),
+            row("decode_step", 4000.0, port="straight"),
+            row("mla_decode", 3.0, context=1),
+            row("mla_decode", 2.0, context=0),
+            row("mla_decode", 4.0, context=2),
+        ]
+    )
+    assert lines[0] == "decode_step T=128: 1.00 ms; straight 4.00 ms, 4.00x, 75% less"
+    assert "2.0 us + 1024.000 us a 1K tokens, off by 0.0% at most" in lines[1]
+    base, slope, worst = fit([(0, 2.0), (1, 3.0), (2, 4.0)])
+    assert (base, slope) == pytest.approx((2, 1))
+    assert worst < 1e-9

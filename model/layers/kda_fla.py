@@ -2,16 +2,37 @@
 
 States are [H, K, V] fp32 (fla's default order, `state_v_first=False`). Only final states are used:
 the intermediate states that fla can return are bf16.
+
+Tiles are pinned, one of fla's own candidates a kernel: in what order a kernel adds up must not hang
+on a timing that each rank, and each run, takes for itself, and about a hundred candidates take a
+minute to compile. Where FLA_CACHE_MODE is set, fla's choice stands.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import os
 from typing import Any
 
 import torch
 
 from moe_comm.errors import MoeCommError
+
+# module, kernel -> (tile sizes, warps, stages) for 128-wide heads on sm_90: no spills, and shared
+# memory for two programs a multiprocessor where the kernel walks a sequence.
+_TILES: dict[tuple[str, str], tuple[dict[str, int], int, int | None]] = {
+    ("fla.modules.norm.l2norm", "l2norm_fwd_kernel"): ({"BT": 32}, 8, None),
+    ("fla.ops.kda.gate", "kda_gate_chunk_cumsum_vector_kernel"): ({"BS": 32}, 4, None),
+    ("fla.ops.kda.chunk_intra", "chunk_kda_fwd_kernel_intra_sub_chunk"): ({}, 4, 3),
+    ("fla.ops.kda.chunk_intra", "chunk_kda_fwd_kernel_inter_solve_fused"): ({"BK": 32}, 2, None),
+    ("fla.ops.kda.wy_fast", "recompute_w_u_fwd_kda_kernel"): ({}, 4, 3),
+    (
+        "fla.ops.common.chunk_delta_h",
+        "chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
+    ): ({"BV": 32}, 4, 2),
+    ("fla.ops.gla.chunk", "chunk_gla_fwd_kernel_o"): ({"BK": 64, "BV": 64}, 4, 2),
+}
 
 
 @functools.cache
@@ -23,7 +44,31 @@ def _kernels() -> tuple[Any, Any]:
         raise MoeCommError(
             f"KDA on a GPU needs fla-core ({error}); install it with: pip install 'moe_comm[model]'"
         ) from error
+    if "FLA_CACHE_MODE" not in os.environ:
+        pin_tiles()
     return chunk_kda, fused_recurrent_kda_fwd
+
+
+def pin_tiles() -> list[str]:
+    """Leave each of fla's kernels one candidate; returns the kernels where that was not found, in
+    a version of fla that has others, and which tune themselves."""
+    left = []
+    for (module, name), (sizes, warps, stages) in _TILES.items():
+        kernel = getattr(importlib.import_module(module), name, None)
+        while kernel is not None and not hasattr(kernel, "configs"):
+            kernel = getattr(kernel, "fn", None)
+        wanted = [
+            config
+            for config in (kernel.configs if kernel is not None else ())
+            if config.kwargs == sizes
+            and config.num_warps == warps
+            and stages in (None, config.num_stages)
+        ]
+        if kernel is None or not wanted:
+            left.append(name)
+            continue
+        kernel.configs = wanted[:1]
+    return left
 
 
 def chunk(

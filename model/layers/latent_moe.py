@@ -97,20 +97,20 @@ class LatentMoe:
         if on_routing is not None:
             on_routing(idx, weights)
         z = linear(x, self.down, self.numerics)
-        with _send(self.stream):
+        with send_on(self.stream):
             sending = comm.dispatch(z, idx, weights, bucket=bucket, async_op=True)
         hidden = self.shared.hidden(x)
-        with _receive(self.stream):
+        with receive_on(self.stream):
             received = sending.wait()
         rows = self.experts(received)
         if self.numerics.batch_invariant:
             # On the wire "none" the partial sums keep this precision, so the number of ranks that
             # share a token's experts does not show in the result.
             rows = rows.double()
-        with _send(self.stream):
+        with send_on(self.stream):
             returning = comm.combine(rows, received.handle, async_op=True)
         shared = linear(hidden, self.shared.down, self.numerics)
-        with _receive(self.stream):
+        with receive_on(self.stream):
             combined = returning.wait()
         latent = combined.to(x.dtype)
         normed = rms_norm(latent, self.norm_weight, self.eps, self.numerics.wide)
@@ -121,7 +121,7 @@ class LatentMoe:
 # everything that the current stream has enqueued, each join the other way round, and what is shared
 # lives until the join.
 @contextlib.contextmanager
-def _send(stream: torch.cuda.Stream | None) -> Iterator[None]:
+def send_on(stream: torch.cuda.Stream | None) -> Iterator[None]:
     """Enqueue on `stream`, after what the current stream has so far."""
     if stream is None:
         yield
@@ -132,7 +132,7 @@ def _send(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _receive(stream: torch.cuda.Stream | None) -> Iterator[None]:
+def receive_on(stream: torch.cuda.Stream | None) -> Iterator[None]:
     """Enqueue on `stream`, behind the send half alone; the current stream then waits for it."""
     if stream is None:
         yield
