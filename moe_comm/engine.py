@@ -65,8 +65,21 @@ class Engine(abc.ABC):
     def _finish_combine(self, call: CombineCall, state: Any) -> Tensor:
         """Enqueue the receive half and the final sum: [num_rows, H]."""
 
+    def _check_usable(self) -> None:  # noqa: B027 - few need it
+        """Raise where an earlier call has left the communicator unable to go on. On every call, so
+        it costs next to nothing."""
+
+    def _check_dispatch(self, call: DispatchCall) -> None:  # noqa: B027 - few need it
+        """Raise for what this backend in particular cannot dispatch, before anything is sent."""
+
     def _check_combine(self, call: CombineCall) -> None:  # noqa: B027 - few need it
         """Raise for what this backend in particular cannot combine, before anything is sent."""
+
+    def _nothing_sent(self, error: BaseException) -> bool:
+        """Whether the call that has just failed with `error` is as if it had not been made, because
+        nothing of it was sent. Otherwise the call is over, and its slot free."""
+        del error
+        return False
 
     def _dispatch_at_once(self, call: DispatchCall) -> Dispatched:
         """Both halves, for backends that can do better than one after the other."""
@@ -111,6 +124,7 @@ class Engine(abc.ABC):
         async_op: bool,
     ) -> Dispatched | Pending[Dispatched]:
         """dispatch, recording nothing."""
+        self._check_usable()
         call = check_dispatch(
             self.config,
             self.device,
@@ -122,19 +136,24 @@ class Engine(abc.ABC):
             payloads=payloads,
             handle=handle,
         )
+        self._check_dispatch(call)
         call.slot = self._take_slot(handle)
         call.call = self._next_call
+        on_cuda = self.device.type == "cuda"
+
+        def send() -> Any:
+            self._emit("dispatch", call.call, call.bucket)
+            return self._start_dispatch(call) if async_op else self._dispatch_at_once(call)
+
+        name = "moe_comm.dispatch.send" if async_op else "moe_comm.dispatch"
+        with nvtx_range(name, enabled=on_cuda):
+            state = self._guard(call.slot, send)
         self._next_call += 1
         self._metrics.dispatches += 1
-        self._emit("dispatch", call.call, call.bucket)
-        on_cuda = self.device.type == "cuda"
         if not async_op:
-            with nvtx_range("moe_comm.dispatch", enabled=on_cuda):
-                arrived = self._guard(call.slot, lambda: self._dispatch_at_once(call))
+            arrived: Dispatched = state
             arrived.handle._owner = self
             return arrived
-        with nvtx_range("moe_comm.dispatch.send", enabled=on_cuda):
-            state = self._guard(call.slot, lambda: self._start_dispatch(call))
 
         def finish() -> Dispatched:
             with nvtx_range("moe_comm.dispatch.receive", enabled=on_cuda):
@@ -156,6 +175,7 @@ class Engine(abc.ABC):
         async_op: bool,
     ) -> Tensor | Pending[Tensor]:
         """combine, recording nothing."""
+        self._check_usable()
         if handle._owner is not self:
             raise ValueError("handle: expected a handle of this communicator, got another's")
         if handle.combined or handle.released:
@@ -174,17 +194,21 @@ class Engine(abc.ABC):
             num_expert_rows=self.expert_row_capacity(handle.bucket),
         )
         self._check_combine(call)
-        self._metrics.combines += 1
-        self._emit("combine", handle.call, handle.bucket)
-        handle.combined = True
         on_cuda = self.device.type == "cuda"
+
+        def send() -> Any:
+            self._emit("combine", handle.call, handle.bucket)
+            return self._start_combine(call) if async_op else self._combine_at_once(call)
+
+        handle.combined = True
+        name = "moe_comm.combine.send" if async_op else "moe_comm.combine"
+        with nvtx_range(name, enabled=on_cuda):
+            state = self._guard(handle.slot, send, combining=handle)
+        self._metrics.combines += 1
         if not async_op:
-            with nvtx_range("moe_comm.combine", enabled=on_cuda):
-                combined: Tensor = self._guard(handle.slot, lambda: self._combine_at_once(call))
             self._busy_slots.discard(handle.slot)
+            combined: Tensor = state
             return combined
-        with nvtx_range("moe_comm.combine.send", enabled=on_cuda):
-            state = self._guard(handle.slot, lambda: self._start_combine(call))
 
         def finish() -> Tensor:
             with nvtx_range("moe_comm.combine.receive", enabled=on_cuda):
@@ -220,14 +244,21 @@ class Engine(abc.ABC):
             "first, or raise EPConfig.num_slots"
         )
 
-    def _guard(self, slot: int, step: Callable[[], T]) -> T:
+    def _guard(
+        self, slot: int, step: Callable[[], T], *, combining: DispatchHandle | None = None
+    ) -> T:
+        """step(); `combining` is the handle whose combine it begins. Where it fails after it has
+        sent something, the call is over: a caller that goes on (mask_rank) must not lose the slot
+        with it. Where it has sent nothing, a combine may be repeated, so its slot stays taken."""
         try:
             return step()
-        except Exception as error:
-            # The call is over: a caller that goes on (mask_rank) must not lose the slot with it.
-            self._busy_slots.discard(slot)
+        except BaseException as error:
             if isinstance(error, PeerTimeoutError):
                 self._metrics.timeouts += 1
+            if self._nothing_sent(error) and combining is not None:
+                combining.combined = False
+            else:
+                self._busy_slots.discard(slot)
             raise
 
     def _emit(self, phase: str, call: int, bucket: int) -> None:
