@@ -26,20 +26,32 @@ class TileConfig:
     swap: bool = True
 
 
+# Reading weights is the bound for few rows, so what counts is how many weights an instruction gets
+# through: wide columns, enough programs to wait for memory, and 8 rows, where Triton takes
+# mma.sync, which needs no waiting between dequantization and product as wgmma does.
+# programs_per_sm are those that registers and shared memory of sm_90 hold at once;
+# tests/test_gemm_ptx.py counts them.
+FEWEST = TileConfig(
+    block_m=8,
+    gated=ProductTiles(block_n=128, programs_per_sm=3),
+    down=ProductTiles(block_n=256, programs_per_sm=3),
+)
 FEW = TileConfig(
     block_m=16,
-    gated=ProductTiles(block_n=64, programs_per_sm=4),
+    gated=ProductTiles(block_n=128, programs_per_sm=3),
     down=ProductTiles(block_n=128, programs_per_sm=3),
 )
 SOME = TileConfig(
     block_m=32,
-    gated=ProductTiles(block_n=64, programs_per_sm=3),
-    down=ProductTiles(block_n=128, programs_per_sm=2),
+    gated=ProductTiles(block_n=64, num_stages=3, programs_per_sm=3),
+    down=ProductTiles(block_n=128, num_stages=3, programs_per_sm=3),
 )
+# Dequantization of a weight is shared by a block's rows, tensor cores idle meanwhile unless another
+# warp group multiplies: 8 warps a multiprocessor, in one program or two.
 MANY = TileConfig(
     block_m=64,
-    gated=ProductTiles(block_n=128, num_warps=8, programs_per_sm=1),
-    down=ProductTiles(block_n=256, num_warps=8, programs_per_sm=1),
+    gated=ProductTiles(block_n=128, num_warps=8, num_stages=3, programs_per_sm=1),
+    down=ProductTiles(block_n=128, num_stages=3, programs_per_sm=2),
 )
 MOST = TileConfig(
     block_m=128,
@@ -51,6 +63,9 @@ MOST = TileConfig(
 def choose_tiles(rows_per_expert: float) -> TileConfig:
     """By the mean number of rows an expert: few rows are bound by reading weights, many by the
     tensor cores. launch/bench_gemm.py --tune searches tiles for a shape."""
+    if rows_per_expert <= 6:
+        # Even routing then gives 1 expert in 7 more than 8 rows.
+        return FEWEST
     if rows_per_expert <= 16:
         return FEW
     if rows_per_expert <= 48:

@@ -1,44 +1,35 @@
 """Times the grouped expert MLP at Kimi K3's shapes on one GPU: humming, Triton, bf16 weights.
 
     python -m moe_comm.launch.bench_gemm --out results/x.json
-    python -m moe_comm.launch.bench_gemm --cases 448x2048 --only triton --tune --out tuned.json
+    python -m moe_comm.launch.bench_gemm --only triton --cases 448x2048 --tune --out tuned.json
 
 A case is EXPERTSxROWS: the experts one rank holds of 896, and the expert rows it gets. Every
 implementation is compared with float32 products on several experts before it is timed; a time is
 the replay of a CUDA graph that holds one call. Limits are measured in the same run. The file is
-written after every case. Exit codes: 0 right, 1 wrong data, 2 usage, 3 no CUDA GPU.
+written after every row. --seconds bounds the run: what would begin later is left out and named.
+Exit codes: 0 right, 1 wrong data, 2 usage, 3 no CUDA GPU.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
-import functools
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import click
 import torch
-from torch import Tensor
 
 from moe_comm.config import EPConfig
-from moe_comm.kernels import mxfp4_format
-from moe_comm.kernels.expert_gemm import LAYOUT_OF, grouped_mlp
+from moe_comm.kernels.expert_gemm import LAYOUT_OF
 from moe_comm.kernels.expert_gemm_config import choose_tiles
-from moe_comm.kernels.expert_gemm_weights import ExpertWeights
 from moe_comm.launch import results
-from moe_comm.launch.bench_gemm_case import (
-    EXPERTS,
-    HIDDEN,
-    INTER,
-    Case,
-    expert_source,
-    make_case,
-    make_weights,
-)
+from moe_comm.launch.bench_gemm_calls import bf16_call, humming_parts, whole
+from moe_comm.launch.bench_gemm_case import EXPERTS, Case, make_case, make_weights
 from moe_comm.launch.bench_gemm_measure import (
     Limits,
     checked,
@@ -46,10 +37,11 @@ from moe_comm.launch.bench_gemm_measure import (
     time_graph,
     triton_part,
     triton_row,
-    tune,
 )
+from moe_comm.launch.bench_gemm_tune import tune
 
-DEFAULT_CASES = "448x2048,112x2048,56x2048,14x2048,448x65536,112x65536,56x65536,14x65536"
+# Decode and prefill at EP2, then one rank's experts at EP64, EP16 and EP8.
+DEFAULT_CASES = "448x2048,448x65536,14x2048,56x2048,112x2048,14x65536,56x65536,112x65536"
 DEFINITIONS = {
     "p50_us": "median time of one CUDA graph replay of the phase, microseconds",
     "limit_us": "the longer of: weights of active experts and rows read at the measured read rate; "
@@ -57,73 +49,15 @@ DEFINITIONS = {
     "params.of_limit": "limit_us / p50_us",
     "params.weight_gbps": "bytes of the active experts' weights and scales / p50, decimal GB/s",
     "params.tflops": "2 * 3 * rows * 3584 * 3072 / p50",
-    "params.part": "all: every launch from received rows to y; else one launch of it",
+    "params.part": "all: every launch from received rows to y; else one launch of it; +shared: "
+    "with programs sharing reductions, humming's own choice, whose last bits change between runs",
     "wrong": "elements beyond 6 roundings of bf16 (root of squares over the reduction) in up to 8 "
     "experts compared with float32 products",
 }
 
 
-def whole(case: Case, weights: ExpertWeights) -> Callable[[], Tensor]:
-    """grouped_mlp of the implementation that reads these weights, into memory of its own."""
-    out = torch.empty(len(case.row_index), HIDDEN, dtype=torch.bfloat16, device="cuda")
-    return lambda: grouped_mlp(
-        case.rows, case.row_index, case.offsets, weights, expected_rows=case.count, out=out
-    )
-
-
-def humming_parts(case: Case, weights: ExpertWeights) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """humming's launches one by one; each reads what the one before left."""
-    from moe_comm.kernels.expert_gemm_activate import activate_rows
-    from moe_comm.kernels.expert_gemm_gather import gather_rows
-    from moe_comm.kernels.expert_gemm_humming import grouped_product
-
-    assert weights.locks is not None
-    locks = weights.locks
-    room = len(case.row_index)
-    x, gate_up, hidden, y = (
-        torch.empty(room, width, dtype=torch.bfloat16, device="cuda")
-        for width in (HIDDEN, 2 * INTER, INTER, HIDDEN)
-    )
-    last = case.offsets[-1:]
-    yield "gather", lambda: gather_rows(case.rows, None, case.row_index, last, out=x)
-    for part, source, w, s, lock, target in (
-        ("w13", x, weights.w13, weights.w13_scale, locks[0], gate_up),
-        ("w2", hidden, weights.w2, weights.w2_scale, locks[1], y),
-    ):
-        if part == "w2":
-            yield "activation", lambda: activate_rows(gate_up, last, out=hidden)
-
-        call = functools.partial(grouped_product, source, w, s, case.offsets, lock)
-        yield part, functools.partial(call, expected_rows=case.count, out=target)
-
-
-def bf16_call(case: Case) -> Callable[[], Tensor]:
-    """The same experts with bfloat16 weights through torch._grouped_mm: gather, two products and
-    the activation."""
-    from moe_comm.kernels.expert_gemm_activate import activate_rows
-
-    w13 = torch.empty(case.experts, 2 * INTER, HIDDEN, dtype=torch.bfloat16, device="cuda")
-    w2 = torch.empty(case.experts, HIDDEN, INTER, dtype=torch.bfloat16, device="cuda")
-    for expert in range(case.experts):
-        gate, up, down = expert_source(case, expert)
-        w13[expert, :INTER] = mxfp4_format.dequantize(*gate)
-        w13[expert, INTER:] = mxfp4_format.dequantize(*up)
-        w2[expert] = mxfp4_format.dequantize(*down)
-    index = case.row_index[: case.count].long()
-    ends, last = case.offsets[1:].contiguous(), case.offsets[-1:]
-    hidden = torch.empty(case.count, INTER, dtype=torch.bfloat16, device="cuda")
-
-    def call() -> Tensor:
-        x = case.rows.flatten(0, 1)[index]
-        gate_up = torch._grouped_mm(x, w13.transpose(1, 2), offs=ends)
-        activate_rows(gate_up, last, out=hidden)
-        return torch._grouped_mm(hidden, w2.transpose(1, 2), offs=ends)
-
-    return call
-
-
 def case_rows(
-    case: Case, limits: Limits, only: set[str], *, iters: int, tuning: bool
+    case: Case, limits: Limits, only: set[str], *, iters: int, tune_seconds: float | None
 ) -> Iterator[results.Row]:
     """Every implementation on one case, one after another, so that weights take turns."""
     if "humming" in only:
@@ -146,8 +80,8 @@ def case_rows(
             samples = time_graph(launch, iters=iters)
             part = "w13" if gated else "w2"
             yield row(case, limits, samples, backend="triton", part=part, wrong=None, tiles=tiles)
-        if tuning:
-            yield from tune(case, weights, limits, iters=max(3, iters // 4))
+        if tune_seconds is not None:
+            yield from tune(case, weights, limits, iters=max(3, iters // 4), seconds=tune_seconds)
         del weights
     if "bf16" in only:
         call = bf16_call(case)
@@ -212,10 +146,19 @@ def _line(one: results.Row) -> str:
 @click.option("--cases", default=DEFAULT_CASES, show_default=True, help="EXPERTSxROWS, commas.")
 @click.option("--only", default="humming,triton,bf16", show_default=True)
 @click.option("--tune", "tuning", is_flag=True, help="Search the Triton kernel's tiles.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=1),
+    default=150,
+    show_default=True,
+    help="Of the whole run.",
+)
 @click.option("--iters", type=click.IntRange(3), default=20, show_default=True)
 @click.option("--seed", type=int, default=1, show_default=True)
 @click.option("--out", type=click.Path(dir_okay=False), required=True)
-def command(cases: str, only: str, tuning: bool, iters: int, seed: int, out: str) -> None:
+def command(
+    cases: str, only: str, tuning: bool, seconds: float, iters: int, seed: int, out: str
+) -> None:
     """Time the grouped expert MLP and write a result file."""
     if not torch.cuda.is_available():
         click.echo("bench_gemm: needs a CUDA GPU", err=True)
@@ -230,17 +173,24 @@ def command(cases: str, only: str, tuning: bool, iters: int, seed: int, out: str
     shapes = [_shape(text) for text in cases.split(",")]
     torch.backends.cuda.matmul.allow_tf32 = False
     started = datetime.datetime.now(datetime.UTC)
+    end = time.monotonic() + seconds
     limits = Limits.measure(iters)
     click.echo(f"# read {limits.read / 1e3:.0f} GB/s, dense {limits.dense / 1e6:.0f} TFLOP/s")
     click.echo("# experts rows backend part us of-limit weight-GB/s TFLOP/s wrong tiles")
     rows: list[results.Row] = []
-    for experts, count in shapes:
+    for index, (experts, count) in enumerate(shapes):
+        left = end - time.monotonic()
+        if left <= 0:
+            named = ", ".join(f"{e}x{n}" for e, n in shapes[index:])
+            click.echo(f"out of time ({seconds:g} s): left out {named}", err=True)
+            break
         case = make_case(experts, count, seed=seed)
-        for one in case_rows(case, limits, chosen, iters=iters, tuning=tuning):
+        share = left / (len(shapes) - index) if tuning else None
+        for one in case_rows(case, limits, chosen, iters=iters, tune_seconds=share):
             rows.append(one)
             click.echo(_line(one))
+            results.write_json(out, document(rows, limits, started, seed))
         torch.cuda.empty_cache()
-        results.write_json(out, document(rows, limits, started, seed))
     if any(one.wrong for one in rows):
         click.echo("wrong data: see the rows above", err=True)
         sys.exit(1)

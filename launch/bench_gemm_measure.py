@@ -1,18 +1,16 @@
-"""Timing, limits and result rows of bench_gemm, and the search for the Triton kernel's tiles."""
+"""Timing, limits and result rows of bench_gemm."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import click
 import torch
 from torch import Tensor
 
-from moe_comm.kernels.expert_gemm_config import ProductTiles, TileConfig
+from moe_comm.kernels.expert_gemm_config import TileConfig
 from moe_comm.kernels.expert_gemm_weights import ExpertWeights
 from moe_comm.kernels.situ import SITU
 from moe_comm.launch import results
@@ -159,63 +157,6 @@ def triton_part(
         mode=choose_mode(weights),
         out=out,
     )
-
-
-def candidates(rows_per_expert: float) -> list[tuple[int, bool, ProductTiles, ProductTiles]]:
-    """Tiles to try: (block_m, swap, gated, down); the two products' lists run side by side."""
-    few = rows_per_expert <= 16
-    found = []
-    for block_m, swap, (block_n, warps), stages in itertools.product(
-        (16,) if few else (32, 64, 128),
-        (True, False) if few else (True,),
-        ((64, 4), (128, 4), (128, 8)),
-        (3, 4, 6) if few else (3, 4),
-    ):
-        gated = ProductTiles(block_n=block_n, num_warps=warps, num_stages=stages)
-        found.append((block_m, swap, gated, dataclasses.replace(gated, block_n=2 * block_n)))
-    return found
-
-
-def tune(
-    case: Case, weights: ExpertWeights, limits: Limits, *, iters: int
-) -> Iterator[results.Row]:
-    """Every candidate of both products at several programs a multiprocessor; then the best pair as
-    a whole, checked."""
-    best: dict[tuple[int, bool, bool], tuple[float, ProductTiles]] = {}
-    for block_m, swap, gated_tiles, down_tiles in candidates(case.count / case.experts):
-        for gated, tiles in ((True, gated_tiles), (False, down_tiles)):
-            for programs in (1, 2, 3, 4):
-                one = dataclasses.replace(tiles, programs_per_sm=programs)
-                config = TileConfig(block_m=block_m, gated=one, down=one, swap=swap)
-                try:
-                    call = triton_part(case, weights, config, gated=gated)
-                    samples = time_graph(call, iters=iters)
-                except Exception as error:  # noqa: BLE001 - too large a tile: several types
-                    click.echo(f"skip {config}: {type(error).__name__}", err=True)
-                    break
-                part = "w13" if gated else "w2"
-                yield row(
-                    case,
-                    limits,
-                    samples,
-                    backend="triton",
-                    part=part,
-                    wrong=None,
-                    tiles=dataclasses.asdict(config),
-                )
-                key = (block_m, swap, gated)
-                seen = (percentile(samples, 50), one)
-                best[key] = min(best.get(key, seen), seen, key=lambda pair: pair[0])
-    for block_m, swap in sorted({key[:2] for key in best}):
-        if (block_m, swap, True) not in best or (block_m, swap, False) not in best:
-            continue
-        config = TileConfig(
-            block_m=block_m,
-            swap=swap,
-            gated=best[block_m, swap, True][1],
-            down=best[block_m, swap, False][1],
-        )
-        yield triton_row(case, weights, limits, config, iters=iters)
 
 
 def triton_row(

@@ -8,9 +8,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from moe_comm.kernels.expert_gemm_config import choose_tiles
 from moe_comm.launch import bench_gemm, results
 from moe_comm.launch.bench_gemm_case import Case
-from moe_comm.launch.bench_gemm_measure import Limits, candidates, row
+from moe_comm.launch.bench_gemm_measure import Limits, row
+from moe_comm.launch.bench_gemm_tune import candidates
 
 
 def small_case():
@@ -45,8 +47,13 @@ def test_document_satisfies_the_schema(monkeypatch):
 
 
 def test_candidates_and_usage():
-    assert {c[0] for c in candidates(5)} == {16}
-    assert {c[0] for c in candidates(146)} == {32, 64, 128}
+    assert [g.block_m for g in candidates(5)] == [8, 16]
+    assert [g.block_m for g in candidates(146)] == [64, 128, 32, 128]
+    for rows in (1, 8, 18, 37, 146, 1170):
+        # The default is the first thing that a search tries.
+        first, default = candidates(rows)[0], choose_tiles(rows)
+        assert (first.block_m, first.swap) == (default.block_m, default.swap)
+        assert (first.gated[0], first.down[0]) == (default.gated, default.down)
     for cases in ("448", "5x10", "0x4"):
         with pytest.raises(bench_gemm.click.BadParameter):
             bench_gemm._shape(cases)

@@ -4,12 +4,13 @@ for sm_90: neither needs a GPU."""
 from __future__ import annotations
 
 import re
+import subprocess
 
 import pytest
 import torch
 
 from moe_comm.kernels import mxfp4_dequant, mxfp4_format, mxfp4_tiles
-from moe_comm.kernels.expert_gemm_config import FEW, MANY, MOST, SOME
+from moe_comm.kernels.expert_gemm_config import FEW, FEWEST, MANY, MOST, SOME
 
 WORD = 0xFFFFFFFF
 
@@ -93,35 +94,34 @@ def test_ptx_equals_the_format(mode, largest):
         assert torch.equal(got, wanted[:, code].contiguous().view(torch.int16).long() & 0xFFFF)
 
 
-@pytest.mark.parametrize("config", [FEW, SOME, MANY, MOST], ids=lambda c: f"rows{c.block_m}")
-def test_gemm_compiles_for_hopper(config):
-    """Weights reach the tensor cores through registers, and every program's memory fits."""
+def compile_product(tiles, *, block_m, swap, gated, wire=0):
+    """One product of K3's shape for sm_90: the compiled kernel, its registers a thread and its
+    stack bytes (spills)."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from moe_comm.kernels.expert_gemm_triton import _expert_gemm_kernel as kernel
 
-    tiles = config.gated
     constants = {
-        "GATED": True,
-        "GATHER": True,
-        "X_KIND": 0,
+        "GATED": gated,
+        "GATHER": gated,
+        "X_KIND": wire,
         "HAS_BIAS": False,
         "ACT": 0,
         "ACT_A": 4.0,
         "ACT_B": 25.0,
         "EVEN_K": True,
         "EVEN_N": True,
-        "SWAP": config.swap,
+        "SWAP": swap,
         "MODE": mxfp4_dequant.NARROW,
         "FP32": False,
-        "BLOCK_M": config.block_m,
+        "BLOCK_M": block_m,
         "BLOCK_N": tiles.block_n,
     }
     pointers = {
-        "x": "*bf16",
-        "x_scale": "*bf16",
+        "x": "*fp8e4nv" if wire else "*bf16",
+        "x_scale": ("*bf16", "*fp32", "*u8")[wire],
         "row_index": "*i32",
         "expert_offsets": "*i32",
         "plan": "*i32",
@@ -146,7 +146,63 @@ def test_gemm_compiles_for_hopper(config):
         target=GPUTarget("cuda", 90, 32),
         options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
     )
+    return compiled, *registers_and_stack(compiled)
+
+
+def registers_and_stack(compiled):
+    import tempfile
+
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        found = subprocess.run(
+            [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", found).groups()
+    return int(registers), int(stack)
+
+
+def programs_that_fit(compiled, registers, num_warps):
+    """On one multiprocessor of an H200: 64 Ki registers, given out by 8 a thread; 227 KiB."""
+    by_registers = (64 << 10) // (-(-registers // 8) * 8 * 32 * num_warps)
+    return min(by_registers, (227 << 10) // (compiled.metadata.shared + 1024))
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "down"])
+@pytest.mark.parametrize(
+    "config", [FEWEST, FEW, SOME, MANY, MOST], ids=lambda c: f"rows{c.block_m}"
+)
+def test_gemm_compiles_for_hopper(config, gated):
+    """Weights reach the tensor cores through registers, nothing spills, and as many programs fit a
+    multiprocessor as the tiles say."""
+    tiles = config.gated if gated else config.down
+    compiled, registers, stack = compile_product(
+        tiles, block_m=config.block_m, swap=config.swap, gated=gated
+    )
     ptx = compiled.asm["ptx"]
-    assert "wgmma.mma_async" in ptx
-    assert "cp.async" in ptx
-    assert compiled.metadata.shared * tiles.programs_per_sm <= 227 << 10
+    assert ("mma.sync" if config.block_m == 8 else "wgmma.mma_async") in ptx
+    assert re.search(r"cp\.async\.\w+\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10", ptx)
+    assert stack == 0
+    assert programs_that_fit(compiled, registers, tiles.num_warps) >= tiles.programs_per_sm
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [5, 18, 146, 1170])
+def test_candidates_compile_without_spills_and_fit(rows):
+    """So that a search on a GPU loses no time with tiles that a compiler rules out here."""
+    from moe_comm.launch.bench_gemm_tune import candidates
+
+    for group in candidates(rows):
+        for gated, several in ((True, group.gated), (False, group.down)):
+            for tiles in several:
+                compiled, registers, stack = compile_product(
+                    tiles, block_m=group.block_m, swap=group.swap, gated=gated
+                )
+                assert stack == 0, (group.block_m, tiles)
+                fit = programs_that_fit(compiled, registers, tiles.num_warps)
+                assert fit == tiles.programs_per_sm, (group.block_m, gated, tiles)

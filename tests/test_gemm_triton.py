@@ -96,6 +96,12 @@ def test_interp_shapes(swap, counts, hidden, inter, wire):
 
 
 @interpreted
+def test_interp_eight_rows():
+    case = make_case([9, 0, 8, 1], 160, 96, seed=21)
+    check(case, run(case, "cpu", tiles=small_tiles(swap=True, block_m=8)), factor=2)
+
+
+@interpreted
 @pytest.mark.parametrize("activation", [Activation(kind="swiglu"), CLAMPED], ids=lambda a: a.kind)
 def test_interp_activations_and_biases(activation):
     case = make_case([4, 1], 64, 64, seed=9, bias=True)
@@ -214,7 +220,7 @@ class TestGpu:
         assert y[sum(counts) :].isnan().all()
 
     @pytest.mark.parametrize("swap", [True, False])
-    @pytest.mark.parametrize("block_m", [16, 64])
+    @pytest.mark.parametrize("block_m", [8, 16, 64])
     def test_tiles_and_modes(self, swap, block_m):
         from moe_comm.kernels.mxfp4_dequant import NARROW, PORTABLE, WIDE
 
