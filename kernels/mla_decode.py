@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["num_heads", "table_stride"])
+# Strides and splits follow the context: one compilation serves all of them.
+@triton.jit(do_not_specialize=["num_heads", "table_stride", "splits"])
 def _mla_decode_kernel(
     q_ptr,
     cache_ptr,
@@ -25,6 +26,7 @@ def _mla_decode_kernel(
     stats_ptr,
     num_heads,
     table_stride,
+    splits,
     scale,
     PAGE: tl.constexpr,
     LATENT: tl.constexpr,
@@ -33,7 +35,6 @@ def _mla_decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -41,7 +42,7 @@ def _mla_decode_kernel(
     width: tl.constexpr = LATENT + ROPE
     length = tl.load(length_ptr + seq)
     # Whole blocks of rows a split, so that only the last split has a ragged end.
-    per_split = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_N) * BLOCK_N
+    per_split = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
     first = split * per_split
     last = tl.minimum(first + per_split, length)
 
@@ -86,7 +87,7 @@ def _mla_decode_kernel(
         total = total * shrink + tl.sum(weight, 1)
         acc = acc * shrink[:, None] + tl.dot(weight.to(kv.dtype), kv)
         best = new_best
-    out = ((seq * num_heads + head) * SPLITS + split).to(tl.int64)
+    out = ((seq * num_heads + head) * splits + split).to(tl.int64)
     # An empty split leaves best at -inf and total at 0; the merge skips it.
     safe = tl.where(total > 0, total, 1.0)
     tl.store(
@@ -98,26 +99,26 @@ def _mla_decode_kernel(
     tl.store(stats_ptr + out, stat, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _merge_splits_kernel(
     partial_ptr,
     stats_ptr,
     out_ptr,
+    splits,
     LATENT: tl.constexpr,
     BLOCK_L: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK_L)
     best = float("-inf")
-    for split in range(SPLITS):
-        best = tl.maximum(best, tl.load(stats_ptr + row * SPLITS + split))
+    for split in range(splits):
+        best = tl.maximum(best, tl.load(stats_ptr + row * splits + split))
     total = 0.0
     acc = tl.zeros([BLOCK_L], tl.float32)
-    for split in range(SPLITS):
-        weight = tl.exp(tl.load(stats_ptr + row * SPLITS + split) - best)
+    for split in range(splits):
+        weight = tl.exp(tl.load(stats_ptr + row * splits + split) - best)
         part = tl.load(
-            partial_ptr + (row * SPLITS + split) * LATENT + col, mask=col < LATENT, other=0.0
+            partial_ptr + (row * splits + split) * LATENT + col, mask=col < LATENT, other=0.0
         )
         acc += weight * part
         total += weight
@@ -180,6 +181,7 @@ def mla_decode(
         stats,
         num_heads,
         tables.stride(0),
+        splits,
         scale,
         PAGE=page,
         LATENT=latent,
@@ -188,11 +190,10 @@ def mla_decode(
         BLOCK_N=32,
         BLOCK_L=block_l,
         BLOCK_R=max(16, triton.next_power_of_2(width - latent)),
-        SPLITS=splits,
         num_warps=8,
         num_stages=2,
     )
     _merge_splits_kernel[(num_seqs * num_heads,)](
-        partial, stats, out, LATENT=latent, BLOCK_L=block_l, SPLITS=splits, num_warps=4
+        partial, stats, out, splits, LATENT=latent, BLOCK_L=block_l, num_warps=4
     )
     return out

@@ -47,10 +47,14 @@ CUTS = [(130,), (64, 66), (63, 67), (64, 2, 64), (70, 1, 1, 58), (1, 2, 127)]
 pytestmark = pytest.mark.gpu
 
 
-def build(layer, numerics, seed=7):
-    tensors = cases.random_tensors(CONFIG, seed)
+# Heads whose two widths differ: square ones hide a state whose axes are swapped.
+OBLONG = dataclasses.replace(CONFIG, linear_head_dim=64)
+
+
+def build(layer, numerics, seed=7, config=CONFIG):
+    tensors = cases.random_tensors(config, seed)
     builder = Builder(
-        CONFIG,
+        config,
         cases.DictSource(tensors),
         parallel=Parallel(),
         numerics=numerics,
@@ -58,16 +62,16 @@ def build(layer, numerics, seed=7):
         dtype=torch.bfloat16,
     )
     prefix = layer_prefix(layer)
-    specs = {s.name.removeprefix(prefix): s for s in dense_layer_tensors(CONFIG, layer)}
-    made = builder._mla(specs) if CONFIG.is_mla(layer) else builder._kda(specs)
+    specs = {s.name.removeprefix(prefix): s for s in dense_layer_tensors(config, layer)}
+    made = builder._mla(specs) if config.is_mla(layer) else builder._kda(specs)
     attention = oracle.below(tensors, prefix + "self_attn.")
     return made, {n: t.double() for n, t in attention.items()}
 
 
-def run(layer, cuts, x):
+def run(layer, cuts, x, config=CONFIG):
     """The sequence in chunks, another request of random tokens beside it in every batch. Returns
     (out on the CPU, final recurrent state of the first KDA layer)."""
-    layout = StateLayout.from_config(CONFIG, page_size=64)
+    layout = StateLayout.from_config(config, page_size=64)
     pool = StatePool(layout, 4, device="cuda", debug=True)
     cache = PagedCache(layout, 12, device="cuda", debug=True)
     slots = [handle.slot for handle in pool.allocate(2)]
@@ -123,6 +127,18 @@ def test_kda(cuts):
     plain, plain_state = run(build(1, Numerics(kda="torch"))[0], cuts, x.cuda())
     assert error(out, plain) < 0.02
     assert error(state, plain_state) < 0.02
+
+
+def test_kda_of_oblong_heads():
+    pytest.importorskip("fla", reason="fla-core is not installed")
+    x = hidden()
+    layer, weights = build(1, Numerics(), config=OBLONG)
+    wanted, wanted_state = oracle.kda(
+        x.double(), weights, heads=4, dim=64, v_dim=128, lower_bound=-5.0, eps=1e-5
+    )
+    out, state = run(layer, (70, 1, 59), x.cuda(), OBLONG)
+    assert error(out, wanted) < 0.02
+    assert error(state, wanted_state) < 0.02
 
 
 def test_kda_state_at_the_grid_is_the_same_bits():
