@@ -46,7 +46,8 @@ def command_of(sanitizer: str, log: Path, arguments: list[str]) -> list[str]:
     tests = arguments or ["tests/test_slab_gpu.py", "-k", SELECTION]
     return [
         sanitizer, "--tool", "memcheck", "--target-processes", "application-only", "--log-file",
-        str(log), sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", *tests,
+        str(log), sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider",
+        *tests,
     ]  # fmt: skip
 
 

@@ -33,19 +33,19 @@ _CLOCK_HZ = 2.0e9
 
 
 class Captured:
-    """Pairs in one graph. An expert step of one choice a token is exact: the rows come back, times
-    the experts' factors that `out` is compared with. `hold` (clock cycles) delays one pair."""
+    """Pairs in one graph. Each token has one choice of weight 1 and experts change nothing, so its
+    row comes back as it was. `hold` (clock cycles, read on the device) delays one pair."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self.hold = torch.zeros(1, dtype=torch.int64, device=comm.device)
         self.data = data_of(comm, 4, None)[comm.rank]
-        # One valid choice a token, weight 1: what comes back is the row itself.
         idx = self.data.topk_idx.clone()
         idx[:, 1:] = -1
         self.idx, self.weights = idx, torch.ones_like(self.data.topk_weights)
         self.out = torch.empty_like(self.data.x)
         stream = torch.cuda.Stream(comm.device)
+        stream.wait_stream(torch.cuda.current_stream(comm.device))
         with torch.cuda.stream(stream):
             for pair in range(_GRAPH_PAIRS):
                 self._pair(pair)
@@ -105,6 +105,7 @@ def stall_graph(here: Rank) -> Report:
     torch.cuda.synchronize(here.device)
     here.meet("stall graph", everyone)
     report = here.failing(captured.replay)
+    captured.hold.zero_()
     report["later"] = here.failing(captured.replay)
     here.meet("stall graph over", everyone)
     captured.graph.reset()

@@ -107,6 +107,7 @@ class Soak:
             yield None
             return
         stream = torch.cuda.Stream(self.ranks.device)
+        stream.wait_stream(torch.cuda.current_stream(self.ranks.device))
         with torch.cuda.stream(stream):
             yield stream
 
