@@ -137,7 +137,7 @@ class Bench:
             return
         config = config_for(name, case.config, self.topology)
         comm = create_communicator(config, self.ranks.group, name)
-        captures = can_capture(comm, self.topology)
+        captures = can_capture(comm)
         case = dataclasses.replace(case, config=config)
         yield CommunicatorSubject(comm, case, self.ranks, can_capture=captures)
 

@@ -12,8 +12,10 @@ from moe_comm.launch.worker import Ranks
 from moe_comm.negotiate import supports
 from moe_comm.topology import Topology
 
-# Modes that size their messages on the host, so that no graph can hold them.
-_SIZED_ON_HOST = {("c10d", "exact"), ("c10d", "hierarchical")}
+# Backends whose modes are ways of different libraries: named without a mode, all are meant.
+_ALL_MODES = ("deepep",)
+# c10d's capabilities are those of all its modes; this one alone can be captured.
+_CAPTURED = ("c10d", "dense")
 
 
 def verdicts(name: str, config: EPConfig, topology: Topology) -> dict[Reduction, Support]:
@@ -45,23 +47,28 @@ def config_for(asked: str, config: EPConfig, topology: Topology) -> EPConfig:
 
 
 def expand(names: list[str], config: EPConfig, ranks: Ranks) -> list[str]:
-    """Replace "all" by every mode that all ranks can run. Collective."""
-    if "all" not in names:
-        return names
+    """Replace "all" by every mode that all ranks can run, and a backend whose modes are apart by
+    those of its own; a name that stands for nothing is left out under "all", else stays, so that
+    what uses it says why it cannot. Collective."""
     topology = Topology.detect(ranks.group)
     found = []
-    for name in backends.AUTO_ORDER:
-        modes = list(modes_of(name, config, topology))
-        agreed = set.intersection(*(set(other) for other in ranks.gather(modes)))
-        found += [f"{name}:{mode}" for mode in modes if mode in agreed]
-        if not agreed:
-            reason = supports(name, config, topology).reason
-            ranks.say(f"note: {name} is left out: {reason or 'another rank cannot'}")
-    return [n for given in names for n in (found if given == "all" else [given])]
+    for given in names:
+        if given not in ("all", *_ALL_MODES):
+            found.append(given)
+            continue
+        for name in backends.AUTO_ORDER if given == "all" else (given,):
+            modes = list(modes_of(name, config, topology))
+            agreed = set.intersection(*(set(other) for other in ranks.gather(modes)))
+            found += [f"{name}:{mode}" for mode in modes if mode in agreed]
+            if not agreed and given != "all":
+                found.append(given)
+            elif not agreed:
+                reason = supports(name, config, topology).reason
+                ranks.say(f"note: {name} is left out: {reason or 'another rank cannot'}")
+    return list(dict.fromkeys(found))
 
 
-def can_capture(comm: Communicator, topology: Topology) -> bool:
+def can_capture(comm: Communicator) -> bool:
     """Whether this mode of the backend can be captured in a CUDA graph."""
-    if comm.device.type != "cuda" or (comm.backend, comm.mode) in _SIZED_ON_HOST:
-        return False
-    return "capture" in supports(comm.backend, comm.config, topology).capabilities
+    can = "capture" in comm.capabilities or (comm.backend, comm.mode) == _CAPTURED
+    return can and comm.device.type == "cuda"

@@ -48,7 +48,7 @@ class Transport(abc.ABC):
 
     Attributes:
         mode: its name.
-        row_bytes: W.
+        row_bytes: W. own_bytes: what DeepEP sends beside each message for itself.
         hidden: columns of a row on the way back, at least H.
         num_headers: h.
         adds_in_order: the sum over ranks is the contract's, else in order of ranks.
@@ -59,6 +59,7 @@ class Transport(abc.ABC):
 
     mode: str
     row_bytes: int
+    own_bytes: int = 0
     hidden: int
     num_headers: int = 1
     adds_in_order: bool = True

@@ -33,6 +33,7 @@ class HighThroughput(Transport):
     """See the module."""
 
     mode = "v1-ht"
+    own_bytes = 4
     adds_in_order = False
 
     def __init__(self, config: EPConfig, num_ranks: int, pg: Any, library: Any) -> None:

@@ -37,6 +37,7 @@ class LowLatency(Transport):
     """See the module."""
 
     mode = "v1-ll"
+    own_bytes = 16
     adds_biases = False
     capabilities = ("payloads", "capture")
 
