@@ -196,7 +196,7 @@ class Buffer:
         require(topk_idx.dtype == topk_idx_t, "topk_idx.scalar_type()")
         require(x.size(0) == topk_idx.size(0) <= most, "x.size(0) == topk_idx.size(0)")
         require(num_experts % ranks == 0, "num_experts % num_ranks == 0")
-        require(self.num_qps_per_rank == num_experts // ranks, "num_qps_per_rank")
+        require(self.num_qps_per_rank >= num_experts // ranks, "num_rc_per_pe")
         require(ranks * most % 4 == 0, "TMA requires the number of tokens to be multiple of 4")
         require(x.size(1) in _HIDDEN, 'false and "Unsupported hidden"')
         require(topk_idx.size(1) <= 11, "num_topk <= kNumMaxTopK")

@@ -76,3 +76,28 @@ def test_both_modes_within_what_they_promise(folder):
     # In the contract's order, to the bit: any shift shows.
     assert [found["v1-ll combine"][0] > 0 for found in (right, near, far)] == [False, True, True]
     assert right["v1-ll combine"][2] == "rank"
+
+
+def adapted(context: RankContext, folder: str) -> dict[str, Any]:
+    """The adapted half of the comparison with the library by itself, small."""
+    from moe_comm import Group
+    from moe_comm.launch import deepep_stock
+    from moe_comm.launch.worker import Ranks
+
+    del context
+    deepep_stock.TOKENS, deepep_stock.ITERS, deepep_stock.WARMUP = 6, 2, 1
+    with double.installed(folder):
+        return deepep_stock._adapted(Ranks(Group(), timeout_s=60.0), None)
+
+
+def test_comparison_with_the_library_by_itself(folder):
+    times = run_ranks(2, adapted, folder)[0]
+    assert times.pop("wrong_elements") == 0
+    assert set(times) == {
+        "dispatch_transport_us",
+        "combine_transport_us",
+        "dispatch_us",
+        "partial_sums_us",
+        "round_trip_us",
+    }
+    assert min(times.values()) > 0

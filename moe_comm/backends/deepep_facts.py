@@ -236,12 +236,17 @@ def ll_tokens(config: EPConfig) -> int:
     return min(round_up(max(config.bucket, 1) + 1, 4), LL_MAX_TOKENS)
 
 
+def ll_queues(num_ranks: int) -> int:
+    """The most pseudo-experts a rank in v1-ll: 128 in all fill a chip of 132 multiprocessors."""
+    return max(1, 128 // num_ranks)
+
+
 def ll_experts_per_rank(config: EPConfig, num_ranks: int) -> int:
-    """Pseudo-experts a rank in v1-ll: its grid is as large as their number (128 in all fill a chip
-    of 132 multiprocessors), as far as its buffers stay within 1 GiB."""
+    """Pseudo-experts a rank in v1-ll, whose grid is as large as their number: a power of two, at
+    most `ll_queues`, as far as its buffers stay within 1 GiB."""
     hidden = ll_hidden(config) or LL_HIDDEN[-1]
     experts = 1
-    while 2 * experts * num_ranks <= 128:
+    while 2 * experts <= ll_queues(num_ranks):
         buffers = 4 * 2 * experts * num_ranks * ll_tokens(config) * (2 * hidden + 16)
         if buffers > 1 << 30:
             break

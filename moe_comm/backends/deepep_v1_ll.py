@@ -62,7 +62,9 @@ class LowLatency(Transport):
             pg,
             num_rdma_bytes=num_bytes,
             low_latency_mode=True,
-            num_qps_per_rank=self._per_rank,
+            # At least one a pseudo-expert; NVSHMEM keeps the number that a process first asks for,
+            # so every communicator asks for the most that any can need.
+            num_qps_per_rank=facts.ll_queues(num_ranks),
             explicitly_destroy=True,
         )
 
