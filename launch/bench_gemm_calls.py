@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_comm.kernels import mxfp4_format
 from moe_comm.kernels.expert_gemm import grouped_mlp
 from moe_comm.kernels.expert_gemm_weights import ExpertWeights
-from moe_comm.launch.bench_gemm_case import HIDDEN, INTER, Case, expert_source
+from moe_comm.launch.bench_gemm_case import HIDDEN, INTER, Case
+from moe_comm.launch.expert_mlps import bf16_mlp
 
 
 def whole(case: Case, weights: ExpertWeights) -> Callable[[], Tensor]:
@@ -56,23 +56,6 @@ def humming_parts(case: Case, weights: ExpertWeights) -> Iterator[tuple[str, Cal
 def bf16_call(case: Case) -> Callable[[], Tensor]:
     """The same experts with bfloat16 weights through torch._grouped_mm: gather, two products and
     the activation."""
-    from moe_comm.kernels.expert_gemm_activate import activate_rows
-
-    w13 = torch.empty(case.experts, 2 * INTER, HIDDEN, dtype=torch.bfloat16, device="cuda")
-    w2 = torch.empty(case.experts, HIDDEN, INTER, dtype=torch.bfloat16, device="cuda")
-    for expert in range(case.experts):
-        gate, up, down = expert_source(case, expert)
-        w13[expert, :INTER] = mxfp4_format.dequantize(*gate)
-        w13[expert, INTER:] = mxfp4_format.dequantize(*up)
-        w2[expert] = mxfp4_format.dequantize(*down)
+    mlp = bf16_mlp(*case.source.bf16(range(case.experts)))
     index = case.row_index[: case.count].long()
-    ends, last = case.offsets[1:].contiguous(), case.offsets[-1:]
-    hidden = torch.empty(case.count, INTER, dtype=torch.bfloat16, device="cuda")
-
-    def call() -> Tensor:
-        x = case.rows.flatten(0, 1)[index]
-        gate_up = torch._grouped_mm(x, w13.transpose(1, 2), offs=ends)
-        activate_rows(gate_up, last, out=hidden)
-        return torch._grouped_mm(hidden, w2.transpose(1, 2), offs=ends)
-
-    return call
+    return lambda: mlp(case.rows.flatten(0, 1)[index], case.offsets)

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_comm.kernels import mxfp4_format
 from moe_comm.kernels.expert_gemm_weights import ExpertWeights
-from moe_comm.kernels.situ import activate_torch
+from moe_comm.launch.expert_reference import reference_mlp
+from moe_comm.launch.expert_source import ExpertSource
 
 HIDDEN, INTER, EXPERTS, TOPK = 3584, 3072, 896, 16
-# Half a unit in the last place of a bfloat16, relative.
-_U = 2.0**-8
 
 
 @dataclass(kw_only=True)
@@ -34,6 +32,12 @@ class Case:
     def ranks(self) -> int:
         """R."""
         return self.rows.shape[0]
+
+    @property
+    def source(self) -> ExpertSource:
+        """Of the experts' matrices."""
+        device = torch.device("cuda", torch.cuda.current_device())
+        return ExpertSource(seed=self.seed, hidden=HIDDEN, inter=INTER, device=device)
 
     @property
     def active(self) -> int:
@@ -68,29 +72,9 @@ def make_case(experts: int, count: int, *, seed: int) -> Case:
     )
 
 
-def expert_source(case: Case, expert: int) -> list[tuple[Tensor, Tensor]]:
-    """gate, up, down of one expert in checkpoint form, from the seed."""
-    generator = torch.Generator("cuda").manual_seed(case.seed * 4096 + expert)
-
-    def matrix(n: int, k: int) -> tuple[Tensor, Tensor]:
-        size = (n, k // 2)
-        packed = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator, device="cuda")
-        size = (n, k // 32)
-        scales = torch.randint(
-            118, 122, size, dtype=torch.uint8, generator=generator, device="cuda"
-        )
-        return packed, scales
-
-    return [matrix(INTER, HIDDEN), matrix(INTER, HIDDEN), matrix(HIDDEN, INTER)]
-
-
 def make_weights(case: Case, layout: str) -> ExpertWeights:
     """All experts of the case."""
-    weights = ExpertWeights.empty(case.experts, HIDDEN, INTER, layout=layout, device="cuda")
-    for expert in range(case.experts):
-        gate, up, down = expert_source(case, expert)
-        weights.put(expert, gate=gate, up=up, down=down)
-    return weights
+    return case.source.mxfp4(range(case.experts), layout=layout)
 
 
 def count_wrong(case: Case, y: Tensor) -> int:
@@ -102,16 +86,6 @@ def count_wrong(case: Case, y: Tensor) -> int:
     for expert in chosen:
         start, end = int(case.offsets[expert]), int(case.offsets[expert + 1])
         x = case.rows.flatten(0, 1)[case.row_index[start:end].long()].float()
-        w1, w3, w2 = (
-            mxfp4_format.dequantize(*pair).float() for pair in expert_source(case, expert)
-        )
-        gate, up = x @ w1.T, x @ w3.T
-        hidden = activate_torch(gate, up)
-        # A relative rounding of gate and of up moves the result by its slopes there.
-        shift_g = activate_torch(gate * (1 + _U), up) - hidden
-        shift_u = activate_torch(gate, up * (1 + _U)) - hidden
-        error = (hidden * _U).square() + shift_g.square() + shift_u.square()
-        wanted = hidden @ w2.T
-        allowed = 6 * (error @ w2.square().T).sqrt() + 2 * _U * wanted.abs() + 1e-6
+        wanted, allowed = reference_mlp(x, *case.source.draw(expert))
         wrong += int((~((y[start:end].float() - wanted).abs() <= allowed)).sum())
     return wrong

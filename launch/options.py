@@ -148,6 +148,36 @@ def shape_options(function: F) -> F:
     )
 
 
+def group_size(text: str) -> int:
+    """A whole number >= 2."""
+    if not (text.isascii() and text.isdigit()) or int(text) < 2:
+        raise click.BadParameter(f"expected a whole number >= 2, got {text!r}")
+    return int(text)
+
+
+def layer_options(function: F) -> F:
+    """--experts, --emulate-ep: of the phase moe_layer."""
+    return _add(
+        function,
+        [
+            click.option(
+                "--experts",
+                "experts_by",
+                type=click.Choice(["auto", "torch", "triton", "humming"]),
+                default="auto",
+                show_default=True,
+                help="what computes the experts of moe_layer",
+            ),
+            click.option(
+                "--emulate-ep",
+                callback=many(group_size),
+                help="sizes of larger groups, a comma list: moe_layer also takes the share of one "
+                "of their ranks (its experts, and the rows it would receive)",
+            ),
+        ],
+    )
+
+
 def output_options(function: F) -> F:
     """--json, --csv, --markdown, --quiet: where results go."""
     return _add(

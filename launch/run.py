@@ -11,14 +11,18 @@ from typing import Any
 import click
 
 from moe_comm.launch import report, results, spawn
-from moe_comm.launch.bench import PER_EXPERT, PHASES, Bench, Plan, report_mismatches
+from moe_comm.launch.bench import PER_EXPERT, PHASES, Bench, Outcome, Plan, report_mismatches
+from moe_comm.launch.moe_layer import LayerBench, LayerPlan
+from moe_comm.launch.moe_layer_rows import DEFINITIONS, MOE_LAYER, layer_lines
 from moe_comm.launch.options import (
+    BadInput,
     CannotRun,
     backend,
     check_outputs,
     config_of,
     device_type_of,
     known,
+    layer_options,
     many,
     one,
     output_options,
@@ -56,7 +60,12 @@ from moe_comm.wire import WIRES
     help="comma list of auto, trace[:FILE][:balanced|skewed][:LAYER], uniform, zipf:S, hot:N; "
     "+masked:P on any",
 )
-@click.option("--phase", default=",".join(PHASES), callback=many(known(list(PHASES))))
+@click.option(
+    "--phase",
+    default=",".join(PHASES),
+    callback=many(known([*PHASES, MOE_LAYER])),
+    help="comma list; moe_layer, on demand: the whole layer with MXFP4 experts, and two baselines",
+)
 @click.option("--layout", type=click.Choice(["expert", "rows"]), default="expert")
 @click.option("--reduction", type=click.Choice(["rank", "node"]), default="rank")
 @click.option(
@@ -72,6 +81,7 @@ from moe_comm.wire import WIRES
 @click.option("--flush-l2/--no-flush-l2", default=False, help="evict L2 before each timed pair")
 @click.option("--check/--no-check", default=True, help="compare with the reference first")
 @click.option("--limit/--no-limit", default=True, help="time the same bytes by plainer means")
+@layer_options
 @rank_options
 @output_options
 @click.option("--debug-flip-bit", type=int, hidden=True)
@@ -83,6 +93,7 @@ def command(**given: Any) -> int:
     if given["graph"] and device_type != "cuda":
         raise CannotRun(f"--cuda-graph: expected a CUDA device, got {device_type}")
     plan = _plan(given)
+    layers = _layer_plan(plan, given) if MOE_LAYER in given["phase"] else None
     if not spawn.is_rank():
         return spawn.run_ranks(
             sys.argv[1:],
@@ -90,7 +101,7 @@ def command(**given: Any) -> int:
             grace_s=given["timeout"] + 5,
         )
     return run_rank(
-        lambda ranks: _body(ranks, plan, given),
+        lambda ranks: _body(ranks, plan, layers, given),
         device_type=device_type,
         timeout_s=given["timeout"],
     )
@@ -116,7 +127,7 @@ def _plan(given: dict[str, Any]) -> Plan:
         backends=names,
         num_tokens=given["num_tokens"],
         routings=routings_of(given["routing"], config),
-        phases=given["phase"],
+        phases=[phase for phase in given["phase"] if phase in PHASES],
         layout=given["layout"],
         iters=given["iters"],
         warmup=given["warmup"],
@@ -129,18 +140,67 @@ def _plan(given: dict[str, Any]) -> Plan:
     )
 
 
-def _body(ranks: Ranks, plan: Plan, given: dict[str, Any]) -> int:
-    started = datetime.datetime.now(datetime.UTC)
-    outcome = Bench(plan, ranks, quiet=given["quiet"]).run()
-    document = results.build_document(
-        ranks,
-        command="run",
-        argv=sys.argv[1:],
-        started=started,
-        config=plan.config,
-        seed=plan.seed,
-        rows=outcome.rows,
+def _layer_plan(plan: Plan, given: dict[str, Any]) -> LayerPlan:
+    """What moe_layer needs of the model; 2 where the preset does not say it, or no router could
+    choose what a routing asks for."""
+    from moe_comm.model.config import PRESETS, K3Config
+
+    if given["preset"] not in PRESETS:
+        raise BadInput(
+            f"--phase moe_layer: expected a preset of a whole model ({', '.join(PRESETS)}), "
+            f"got {given['preset']}"
+        )
+    model = K3Config.preset(given["preset"])
+    if plan.config.hidden % 32:
+        raise BadInput(
+            f"--phase moe_layer: expected 32 to divide --hidden, got {plan.config.hidden}"
+        )
+    if given["combine_wire"] not in ("bf16", "none"):
+        raise BadInput(
+            f"--phase moe_layer: expected --combine-wire bf16, got {given['combine_wire']}"
+        )
+    for routing in plan.routings:
+        holes = routing.trace is not None and bool((routing.trace.topk_idx < 0).any())
+        if routing.masked > 0 or holes:
+            raise BadInput(
+                f"--phase moe_layer: expected a routing without masked choices, got {routing.text}"
+            )
+    return LayerPlan(
+        plan=plan,
+        router_hidden=max(model.hidden_size, 2 * plan.config.num_experts),
+        inter=model.moe_intermediate_size,
+        experts_by=None if given["experts_by"] == "auto" else given["experts_by"],
+        emulate=given["emulate_ep"] or (),
     )
+
+
+def _body(ranks: Ranks, plan: Plan, layers: LayerPlan | None, given: dict[str, Any]) -> int:
+    started = datetime.datetime.now(datetime.UTC)
+
+    def document_of(outcome: Outcome) -> dict[str, Any]:
+        document = results.build_document(
+            ranks,
+            command="run",
+            argv=sys.argv[1:],
+            started=started,
+            config=plan.config,
+            seed=plan.seed,
+            rows=outcome.rows,
+        )
+        if layers is not None:
+            document["definitions"] |= DEFINITIONS
+        return document
+
+    def save() -> None:
+        document = document_of(outcome)
+        if ranks.is_first and given["json_file"] not in (None, "-"):
+            results.write_json(given["json_file"], document)
+
+    outcome = Bench(plan, ranks, quiet=given["quiet"]).run() if plan.phases else Outcome()
+    if layers is not None:
+        # Long: what is there is kept, whatever comes after.
+        LayerBench(layers, ranks, quiet=given["quiet"]).run(outcome, after_case=save)
+    document = document_of(outcome)
     if ranks.is_first:
         report_mismatches(outcome)
         if write_files(document, given):
@@ -163,8 +223,10 @@ def write_files(document: dict[str, Any], given: dict[str, Any]) -> bool:
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
     """What the rows say in words: gain over the baseline, distance from raw, wrong elements."""
-    lines = []
+    lines = layer_lines([row for row in rows if row["phase"] == MOE_LAYER])
     for row in rows:
+        if row["phase"] == MOE_LAYER:
+            continue
         base = next(
             (
                 other
