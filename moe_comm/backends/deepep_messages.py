@@ -79,18 +79,37 @@ class MessageForm:
         """Fill messages uint8 [T + h, W]."""
         layout, rows = self.layout, self._values.shape[0]
         flat = as_bytes(self._values.contiguous())
-        messages[:rows, : flat.shape[1]].copy_(flat)
         records = messages[:, self.start : self.num_bytes]
-        layout.view(records, "source").fill_(rank)
-        layout.view(records, "count").fill_(num_tokens)
-        token = layout.view(records, "token")
-        token[:rows] = torch.arange(rows, dtype=torch.int32, device=messages.device)
-        token[rows:] = -1
-        if "ids" in layout.fields:
-            ids, weights = layout.view(records, "ids"), layout.view(records, "weights")
-            everywhere = located.rank * experts_a_rank + located.slot
-            ids[:rows] = torch.where(located.rank >= 0, everywhere, -1)
-            weights[:rows] = self._call.topk_weights.detach()
+        routing = "ids" in layout.fields
+        whole_words = flat.shape[1] % 4 == 0 and flat.storage_offset() % 4 == 0
+        if messages.is_cuda and whole_words:
+            from moe_comm.kernels.deepep_messages import pack_messages
+
+            names = ("source", "token", "count", *(("ids", "weights") if routing else ()))
+            pack_messages(
+                flat.view(torch.int32),
+                located.rank.contiguous(),
+                located.slot.contiguous(),
+                self._call.topk_weights.detach().contiguous(),
+                messages,
+                num_tokens=num_tokens,
+                source=rank,
+                experts_a_rank=experts_a_rank,
+                start=self.start,
+                at=layout.start(*names),
+            )
+        else:
+            messages[:rows, : flat.shape[1]].copy_(flat)
+            layout.view(records, "source").fill_(rank)
+            layout.view(records, "count").fill_(num_tokens)
+            token = layout.view(records, "token")
+            token[:rows] = torch.arange(rows, dtype=torch.int32, device=messages.device)
+            token[rows:] = -1
+            if routing:
+                ids, weights = layout.view(records, "ids"), layout.view(records, "weights")
+                everywhere = located.rank * experts_a_rank + located.slot
+                ids[:rows] = torch.where(located.rank >= 0, everywhere, -1)
+                weights[:rows] = self._call.topk_weights.detach()
         if self._scales is not None:
             layout.view(records[:rows], "scales").copy_(self._scales)
         for name, tensor in self._call.payloads.items():

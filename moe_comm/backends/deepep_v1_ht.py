@@ -50,6 +50,13 @@ class HighThroughput(Transport):
         self._buffer = buffer(pg, num_nvl_bytes=num_bytes, explicitly_destroy=True)
 
     def route(self, rank: Tensor) -> _Route:
+        if rank.is_cuda:
+            from moe_comm.kernels.deepep_messages import destinations
+
+            goes, counts = destinations(
+                rank.contiguous(), num_ranks=self._num_ranks, num_headers=self.num_headers
+            )
+            return _Route(goes=goes, counts=counts)
         num_rows = rank.shape[0]
         goes = torch.zeros(
             num_rows + self.num_headers, self._num_ranks + 1, dtype=torch.bool, device=rank.device
