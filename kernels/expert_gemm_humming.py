@@ -40,11 +40,11 @@ def buffer_specs(
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of w13, its scales, w2, its scales. ValueError where humming cannot."""
     specs: list[tuple[tuple[int, ...], torch.dtype]] = []
-    for name, n, k in (("inter", 2 * inter, hidden), ("hidden", hidden, inter)):
-        if n % 64:
-            raise ValueError(f"{name}: expected 64 to divide {n} rows of weights for humming")
-        specs.append(((num_experts, k // 16, 2 * n), torch.int32))
-        specs.append(((num_experts, k // 32, n), torch.float8_e8m0fnu))
+    for name, rows, parts, k in (("inter", inter, 2, hidden), ("hidden", hidden, 1, inter)):
+        if rows % 64:
+            raise ValueError(f"{name}: expected 64 to divide {rows} rows of weights for humming")
+        specs.append(((num_experts, k // 16, 2 * parts * rows), torch.int32))
+        specs.append(((num_experts, k // 32, parts * rows), torch.float8_e8m0fnu))
     return specs
 
 
@@ -55,23 +55,32 @@ def put(
     up: tuple[Tensor, Tensor],
     down: tuple[Tensor, Tensor],
 ) -> None:
-    """Repack one expert (checkpoint form, on the weights' device) into its slot."""
+    """Repack one expert (checkpoint form, on the weights' device) into its slot. Blocks of 64 rows
+    lie side by side, so gate and up need not be one matrix; temporaries stay below half an expert.
+    """
+    w13, s13 = weights.w13[slot], weights.w13_scale[slot]
+    inter = weights.inter
+    _repack(gate, w13[:, : 2 * inter], s13[:, :inter])
+    _repack(up, w13[:, 2 * inter :], s13[:, inter:])
+    _repack(down, weights.w2[slot], weights.w2_scale[slot])
+
+
+def _repack(pair: tuple[Tensor, Tensor], words: Tensor, word_scales: Tensor) -> None:
+    """One matrix [N, K] into words [K / 16, 2 N] and word_scales [K / 32, N]."""
     from humming.transform import transform_humming_tensors
 
-    both = (torch.cat((gate[0], up[0])), torch.cat((gate[1], up[1])))
-    for (packed, scales), words, word_scales in (
-        (both, weights.w13, weights.w13_scale),
-        (down, weights.w2, weights.w2_scale),
-    ):
-        n, k = packed.shape[0], packed.shape[1] * 2
-        tensors = {
+    packed, scales = pair
+    made = transform_humming_tensors(
+        layer_config(1, packed.shape[0], packed.shape[1] * 2, packed.device.index or 0),
+        {
             "weight": packed.contiguous().view(torch.int32)[None],
             "weight_scale": scales.contiguous().view(torch.float8_e8m0fnu)[None],
-        }
-        layer = layer_config(1, n, k, weights.device.index or 0)
-        made = transform_humming_tensors(layer, tensors)
-        words[slot].copy_(made["weight"][0])
-        word_scales[slot].copy_(made["weight_scale"][0])
+        },
+        # Its padding would copy everything once more, and there is nothing to pad.
+        already_padded=True,
+    )
+    words.copy_(made["weight"][0])
+    word_scales.copy_(made["weight_scale"][0])
 
 
 @functools.lru_cache(maxsize=64)

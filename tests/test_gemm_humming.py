@@ -64,6 +64,8 @@ def test_buffers_hold_the_checkpoint_bytes():
 def test_shapes_that_humming_does_not_take():
     with pytest.raises(ValueError, match="hidden: expected 64 to divide 96 rows"):
         buffer_specs(1, 96, 64)
+    with pytest.raises(ValueError, match="inter: expected 64 to divide 96 rows"):
+        buffer_specs(1, 64, 96)
     with pytest.raises(ValueError, match="bias: expected False"):
         ExpertWeights.empty(1, 128, 64, layout="humming", bias=True)
     weights = ExpertWeights.empty(1, 128, 64, layout="humming")

@@ -169,6 +169,12 @@ def test_curve_as_png_and_a_share_of_the_experts(directory):
     report = json.loads(result.stdout)
     assert report["resident_bytes"] == 3 * 8 * expert_bytes(CONFIG)
     assert report["plain_bytes"] == sum(p.stat().st_size for p in directory.glob("*.safetensors"))
+    # This load verified; the other did not hash at all.
+    compared = report["of_plain"]
+    assert list(compared) == ["no_hashing", "hashing"]
+    assert compared["hashing"]["gbps"] == report["gbps"]
+    for one in compared.values():
+        assert one["of_plain"] == pytest.approx(one["gbps"] / max(report["plain_gbps_each"]))
 
 
 @pytest.mark.parametrize(

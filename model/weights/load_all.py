@@ -21,7 +21,7 @@ from moe_comm.model.weights.load_experts import (
     LoadProgress,
     load_experts,
     memory_bound,
-    staging_bytes,
+    pinned_bytes,
     warm_up,
 )
 from moe_comm.model.weights.memory import MemoryMeter, Sample
@@ -102,7 +102,7 @@ def load_all(
                 progress(done, total)
 
         stream_tensors(checkpoint, others, after=streamed)
-        meter.pinned = staging_bytes(config) if device.type == "cuda" else 0
+        meter.pinned = pinned_bytes(config) if device.type == "cuda" else 0
 
         def placed(at: LoadProgress) -> None:
             read = others_bytes + at.read_bytes

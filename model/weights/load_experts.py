@@ -59,9 +59,10 @@ def memory_bound(config: K3Config) -> int:
     return 4 * expert_bytes(config) + (64 << 20)
 
 
-def staging_bytes(config: K3Config) -> int:
-    """Host memory of the staging buffers."""
-    return STAGING * expert_bytes(config)
+def pinned_bytes(config: K3Config) -> int:
+    """Pinned host memory of a load onto a GPU: one block for all staging buffers, because torch
+    rounds a pinned block up to a power of two."""
+    return 1 << (STAGING * expert_bytes(config) - 1).bit_length()
 
 
 def default_layout(config: K3Config, device: torch.device) -> str:
@@ -207,8 +208,8 @@ def _stream(
     """Yield each job with its bytes, in order. A staging buffer is free again once the next job is
     asked for."""
     free: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
-    for _ in range(STAGING):
-        free.put(torch.empty(size, dtype=torch.uint8, pin_memory=pin))
+    for buffer in torch.empty(STAGING * size, dtype=torch.uint8, pin_memory=pin).split(size):
+        free.put(buffer)
     stop = threading.Event()
 
     def read(job: _Job, buffer: Tensor) -> Tensor:
