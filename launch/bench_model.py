@@ -84,7 +84,7 @@ DEFINITIONS = {
 @click.option("--cuda-graph/--no-cuda-graph", "graph", default=True, show_default=True)
 @click.option("--iters", type=click.IntRange(1), default=10, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--seconds", type=float, default=60.0, show_default=True, help="For a section.")
+@click.option("--seconds", type=float, default=120.0, show_default=True, help="For a section.")
 @click.option("--budget", type=float, default=300.0, show_default=True, help="Seconds in all.")
 @click.option("--timeout", type=float, default=60.0, show_default=True)
 @click.option("--json", "json_path", default="-", show_default=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_comm.errors import WrongDataError
 from moe_comm.launch.model_inputs import decoding, first_kda_state, prompt
-from moe_comm.launch.model_measure import CHECK_TOKENS, Bench, Setup
+from moe_comm.launch.model_measure import CHECK_BUCKET, CHECK_TOKENS, Bench, Setup
 from moe_comm.launch.model_ports import as_port
 from moe_comm.model.layers.kda import Kda
 from moe_comm.model.layers.latent_moe import LatentMoe
@@ -29,7 +29,7 @@ def check_port(bench: Bench, setup: Setup, ported: Transformer, comm: Any, port:
 
     Whole models are not compared: the router's near ties, which rounding decides, part them.
     """
-    logits = ported.forward(prompt(ported, bench, CHECK_TOKENS))
+    logits = ported.forward(prompt(ported, bench, CHECK_TOKENS, bucket=CHECK_BUCKET))
     if not all(bench.ranks.gather(bool(torch.isfinite(logits).all()), what="check")):
         raise WrongDataError(f"{port}: expected finite logits")
     if port == "ours":
@@ -52,7 +52,7 @@ def _layer_output(bench: Bench, model: Transformer, comm: Any, x: Tensor, kind: 
     """x [CHECK_TOKENS, hidden] through the first layer of a kind, from an empty state."""
     if kind is LatentMoe:
         mlp = next(la.mlp for la in model.layers if isinstance(la.mlp, LatentMoe))
-        return mlp.forward(x, comm, Parallel(), bucket=CHECK_TOKENS)
+        return mlp.forward(x, comm, Parallel(), bucket=CHECK_BUCKET)
     attention = next(la.attention for la in model.layers if isinstance(la.attention, Kda))
     batch = prompt(model, bench, CHECK_TOKENS)
     return attention.forward(x, SequencePlan(batch), first_kda_state(batch.pool), Parallel())

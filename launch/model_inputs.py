@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 PAGE = 64
 
 
-def prompt(model: Transformer, bench: Bench, num_tokens: int) -> ForwardBatch:
-    """One request of random tokens, another on each rank."""
+def prompt(
+    model: Transformer, bench: Bench, num_tokens: int, *, bucket: int | None = None
+) -> ForwardBatch:
+    """One request of random tokens, another on each rank. The bucket is num_tokens by default."""
     pool, cache = _state(model, 1, num_tokens)
     handles, pages = pool.allocate(1), cache.allocate(model.layout().pages_for(num_tokens))
     assert handles is not None
@@ -29,7 +31,7 @@ def prompt(model: Transformer, bench: Bench, num_tokens: int) -> ForwardBatch:
     piece = SequenceSlice(
         token_ids=tuple(tokens.tolist()), start=0, slot=handles[0].slot, pages=pages
     )
-    return make_batch([piece], pool=pool, cache=cache.rows, bucket=num_tokens)
+    return make_batch([piece], pool=pool, cache=cache.rows, bucket=bucket or num_tokens)
 
 
 def decoding(model: Transformer, bench: Bench, requests: int, context: int) -> ForwardBatch:

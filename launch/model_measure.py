@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from moe_comm.model.transformer import Transformer
 
 FEWEST_SAMPLES = 3
+# Of a check: a prompt that ends inside a chunk, in a bucket that is timed as well, so that nothing
+# is compiled for it alone.
+CHECK_TOKENS, CHECK_BUCKET = 100, 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ class Options:
     @property
     def most_tokens(self) -> int:
         """Tokens of the largest call on a rank."""
-        return max(self.prompt_tokens, *self.batches, self.overlap_tokens, CHECK_TOKENS)
+        return max(self.prompt_tokens, *self.batches, self.overlap_tokens, CHECK_BUCKET)
 
     def config_at(self, ep: int, num_ranks: int) -> K3Config:
         """The model with as many experts as give a rank what it holds at this EP size."""
@@ -56,9 +59,6 @@ class Options:
             return self.config
         local = self.config.num_experts // ep
         return dataclasses.replace(self.config, num_experts=local * num_ranks)
-
-
-CHECK_TOKENS = 100
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ minute to compile. Where FLA_CACHE_MODE is set, fla's choice stands.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
@@ -54,7 +55,9 @@ def pin_tiles() -> list[str]:
     a version of fla that has others, and which tune themselves."""
     left = []
     for (module, name), (sizes, warps, stages) in _TILES.items():
-        kernel = getattr(importlib.import_module(module), name, None)
+        kernel: Any = None
+        with contextlib.suppress(ImportError):
+            kernel = getattr(importlib.import_module(module), name, None)
         while kernel is not None and not hasattr(kernel, "configs"):
             kernel = getattr(kernel, "fn", None)
         wanted = [
