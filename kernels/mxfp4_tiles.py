@@ -30,7 +30,7 @@ NEUTRAL_SCALE = 127
 _WORDS, _GROUPS = TILE_K // 4, TILE_K // GROUP
 # Packed bytes that are repacked at once: small ones stay in a CPU's cache, large ones keep the
 # launches few.
-_PIECE_BYTES = {"cpu": 512 << 10, "other": 8 << 20}
+_PIECE_BYTES = {"cpu": 512 << 10, "other": 4 << 20}
 
 
 # (left shift, mask of what arrives) from nibbles in order (code j at bits 4 j to 4 j + 3) to the
@@ -55,7 +55,7 @@ def num_blocks(k: int) -> int:
 def to_tiles(packed: Tensor, scales: Tensor, words: Tensor, tile_scales: Tensor) -> None:
     """Checkpoint form [N, K / 2], [N, K / 32] -> tile form, into `words` int16 [KB, N, 32] and
     `tile_scales` uint8 [KB, N, 4] (both may be strided in their first two dimensions). Works in
-    pieces of rows, so that temporaries stay below 4 pieces: 2 MiB on a CPU, 32 MiB elsewhere."""
+    pieces of rows, so that temporaries stay below 4 pieces: 2 MiB on a CPU, 16 MiB elsewhere."""
     check_pair(packed, scales)
     rows, width = packed.shape
     blocks = num_blocks(width * 2)
