@@ -25,7 +25,7 @@ DEFINITIONS: dict[str, str] = {
         "stage that waits, and so does a device left idle by the host"
     ),
     "params.communication_share": "dispatch and combine together, of the same sum",
-    "params.emulated_ep_size": (
+    "params.emulated": (
         "P: ranks here hold E / P experts each and receive exactly the rows, choices and weights "
         "that the first ranks of a P-rank group receive at num_tokens a rank; (R - 1) / R of them, "
         "not (P - 1) / P, cross between ranks, R - 1 peers instead of P - 1; the router is timed "
@@ -56,7 +56,7 @@ def empty_row(layer: Layer, case: LayerCase, *, num_ranks: int, graph: bool) -> 
             "experts_per_rank": config.num_experts // num_ranks,
             "active_experts": case.active_experts,
             "expert_rows": case.expert_rows,
-            "emulated_ep_size": case.emulated,
+            "emulated": case.emulated,
             "dispatched_rows": config.max_tokens_per_rank,
             "router_hidden": case.x.shape[1],
         },
@@ -93,7 +93,7 @@ def layer_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if row["samples"] == 0:
             continue
         shares = row["params"]["shares"]
-        size = row["params"]["emulated_ep_size"]
+        size = row["params"]["emulated"]
         graph = "captured" if row["cuda_graph"] else "eager"
         text = ", ".join(f"{name} {100 * shares[name]:.1f}%" for name in STAGES)
         gains = [

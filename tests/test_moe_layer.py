@@ -146,7 +146,7 @@ def test_the_command_checks_times_and_tells_shares(tmp_path):
     assert done.returncode == 0, done.stderr
     document = read_json(out)
     rows = document["rows"]
-    got = [(r["backend"], r["mode"], r["params"]["emulated_ep_size"]) for r in rows]
+    got = [(r["backend"], r["mode"], r["params"]["emulated"]) for r in rows]
     ours = ("c10d", "exact")
     baselines = [("per-expert", "mxfp4"), ("per-expert", "bf16")]
     assert got == [(*name, size) for size in (None, 64) for name in (ours, *baselines)]
@@ -160,7 +160,7 @@ def test_the_command_checks_times_and_tells_shares(tmp_path):
         )
         assert 0 < row["minimum_bytes"] <= row["remote_bytes"]
     assert [row["params"]["experts_per_rank"] for row in rows] == [448] * 3 + [14] * 3
-    assert "params.emulated_ep_size" in document["definitions"]
+    assert "params.emulated" in document["definitions"]
     assert "than bf16 experts with per-expert traffic" in done.stdout
     assert "a share of EP64, 14 experts a rank by torch" in done.stdout
     assert "wrong elements: 0 in 6 checked rows" in done.stdout
