@@ -72,7 +72,7 @@ _WRITE_EVERY_S = 10.0
 @click.option("--delays", type=click.FloatRange(min=0), default=0.0, help="microseconds at most")
 @click.option("--seed-counters", type=int, help="count from which the slab's counters begin")
 @click.option("--virtual", type=click.IntRange(min=0), default=0, help="ranks in one process")
-@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), default=60.0)
+@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), default=30.0)
 @click.option("--seed", type=click.IntRange(min=0), default=0)
 @click.option("--out", metavar="FILE", help="the result file, written while it grows")
 @click.option("--debug-flip-pair", type=int, hidden=True)

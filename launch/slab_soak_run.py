@@ -215,7 +215,7 @@ def _watched(soak: Soak, report: Callable[[Soak], None]) -> Iterator[Callable[[]
     """End the process where a window takes longer than all bounded waits together: a hang that no
     wait noticed. Yields what the loop calls to say that it is alive."""
     # Setup compiles; then a wait may time out, and the ranks' agreement after it.
-    allowed = 2 * soak.ranks.timeout_s + 300.0
+    allowed = 2 * soak.ranks.timeout_s + 120.0
     ended = threading.Event()
     last = [time.monotonic()]
 

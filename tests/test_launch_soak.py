@@ -162,6 +162,26 @@ def test_virtual_ranks_under_the_interpreter(tmp_path) -> None:
     assert all(row["params"]["virtual"] and row["ep_size"] == 2 for row in rows)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [(), ("--delays", "5", "--wire", "fp8")])
+def test_virtual_ranks_in_graphs(tmp_path, options) -> None:
+    out = tmp_path / "virtual.json"
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "moe_comm.launch.slab_soak", "--virtual", "4", "--hidden", "512",
+            "--pairs", "600", "--window", "200", "--buckets", "1,16", "--seed-counters",
+            str(2**31 - 100), "--out", str(out), *options,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    rows = read_json(out)["rows"]
+    assert sum(row["params"]["pairs"] for row in rows) == 600
+    assert all(row["cuda_graph"] and row["wrong"] == 0 for row in rows)
+
+
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled there")
 def test_the_delay_compiles() -> None:
     from test_slab_compiles import compile_launch
