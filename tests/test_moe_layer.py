@@ -129,14 +129,14 @@ def test_one_expert_is_the_same_wherever_it_is_built():
     assert source.bf16_bytes == w13.nbytes + w2.nbytes
 
 
-def moe_bench(*arguments):
+def moe_bench(*arguments, device="cpu", preset="k3-tiny"):
     return subprocess.run(
         [
-            sys.executable, "-P", "-m", "moe_comm.launch.cli", "run", "--device", "cpu",
-            "--preset", "k3-tiny", "--phase", "moe_layer", "--iters", "1", "--warmup", "0",
+            sys.executable, "-P", "-m", "moe_comm.launch.cli", "run", "--device", device,
+            "--preset", preset, "--phase", "moe_layer", "--iters", "1", "--warmup", "0",
             *arguments,
         ],
-        capture_output=True, text=True, env=ENVIRONMENT, timeout=120,
+        capture_output=True, text=True, env=ENVIRONMENT, timeout=170,
     )  # fmt: skip
 
 
@@ -178,6 +178,25 @@ def test_wrong_data_is_found_and_not_timed(tmp_path):
     (row,) = read_json(out)["rows"]
     assert row["wrong"] > 0
     assert row["samples"] == 0
+
+
+@pytest.mark.multi_gpu(2)
+@pytest.mark.parametrize("experts_by", ["triton", "auto"])
+def test_on_a_pair_of_gpus(tmp_path, experts_by):
+    """K3's shape with an eighth of its experts, captured and eager."""
+    out = tmp_path / "out.json"
+    done = moe_bench(
+        "--num-experts", "112", "--num-tokens", "33", "--routing", "zipf:1", "--nproc", "2",
+        "--emulate-ep", "8", "--experts", experts_by, "--backend", "slab", "--json", str(out),
+        device="cuda", preset="kimi-k3",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = read_json(out)["rows"]
+    assert [row["wrong"] for row in rows] == [0] * 8
+    graphs = [row["cuda_graph"] for row in rows]
+    assert graphs == [True, False, False, False] * 2
+    if experts_by != "auto":
+        assert rows[0]["params"]["experts_by"] == experts_by
 
 
 @pytest.mark.parametrize(
