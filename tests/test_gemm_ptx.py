@@ -206,3 +206,35 @@ def test_candidates_compile_without_spills_and_fit(rows):
                 assert stack == 0, (group.block_m, tiles)
                 fit = programs_that_fit(compiled, registers, tiles.num_warps)
                 assert fit == tiles.programs_per_sm, (group.block_m, gated, tiles)
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp8", "mxfp8"])
+def test_passes_over_rows_compile_for_hopper(monkeypatch, wire):
+    """What runs beside the products: the gather and the activation for GEMMs that do neither."""
+    from test_slab_compiles import compile_launch
+    from triton.runtime.jit import JITFunction
+
+    from moe_comm.kernels.expert_gemm_activate import activate_rows
+    from moe_comm.kernels.expert_gemm_gather import gather_rows
+
+    found = {}
+
+    def launch(self, *args, grid, warmup, **options):
+        found[self.__name__] = compile_launch(self, args, options).asm["ptx"]
+
+    monkeypatch.setattr(JITFunction, "run", launch)
+    rows = torch.zeros(2, 8, 3584, dtype=torch.bfloat16)
+    scales = None
+    if wire != "bf16":
+        rows = rows.to(torch.float8_e4m3fn)
+        groups, dtype = (28, torch.float32) if wire == "fp8" else (112, torch.uint8)
+        scales = torch.zeros(2, 8, groups, dtype=dtype)
+    index, last = torch.zeros(9, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    gather_rows(rows, scales, index, last, out=torch.zeros(9, 3584, dtype=torch.bfloat16))
+    gate_up = torch.zeros(9, 6144, dtype=torch.bfloat16)
+    activate_rows(gate_up, last, out=torch.zeros(9, 3072, dtype=torch.bfloat16))
+    for name, ptx in found.items():
+        # Rows are read and written 16 bytes a thread, or 8 where a row is half as wide.
+        wide = ".v2.b32" if wire != "bf16" and "gather" in name else ".v4.b32"
+        assert f"ld.global{wide}" in ptx, name
+        assert "st.global.v4.b32" in ptx, name
