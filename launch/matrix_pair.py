@@ -12,6 +12,8 @@ from moe_comm.launch.results import read_json
 from moe_comm.wire import WIRES
 
 Points = Sequence[tuple[float, float]]
+# Other commands turn knobs, or mean something else by a phase.
+_COMMANDS = ("run", "matrix", "matrix_copies")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,8 @@ class PairData:
                 # Summaries have a schema of their own.
                 continue
             rows = [row for row in document["rows"] if _counts(row)]
-            if rows and {device_name(one) for one in document["devices"]} == {device}:
+            here = {device_name(one) for one in document["devices"]}
+            if rows and document["command"] in _COMMANDS and here == {device}:
                 eager.files.append(path.name)
                 for row in rows:
                     (captured if row["cuda_graph"] and graphs else eager)._take(row)
@@ -125,7 +128,8 @@ def device_name(device: Mapping[str, Any]) -> str:
 def _names_of(backend: str, mode: str) -> set[str]:
     """What this row answers for: the slab takes a mode by the bucket, c10d is exact by default."""
     full = f"{backend}:{mode}" if mode else backend
-    return {full, backend} if backend == "slab" or mode == "exact" else {full}
+    plain = backend == "slab" and not mode.endswith("put")
+    return {full, backend} if plain or mode == "exact" else {full}
 
 
 def _counts(row: Mapping[str, Any]) -> bool:

@@ -97,7 +97,8 @@ class TestPairData:
         assert pair.points("c10d", "round_trip", shape, "") == [(8, 70.0)]
         assert pair.points("c10d:dense", "round_trip", shape, "") == [(8, 60.0)]
 
-    def test_other_devices_are_left_out(self, tmp_path):
+    def test_other_commands_and_devices_are_left_out(self, tmp_path):
+        write_json(str(tmp_path / "2026-01-02_x.json"), document(pair_rows()) | {"command": "tune"})
         assert pair_of(tmp_path, pair_rows(), name="NVIDIA H100").files == []
         assert pair_of(tmp_path, pair_rows()).files == ["2026-01-01_x_run.json"]
 
