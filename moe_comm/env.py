@@ -83,6 +83,13 @@ NODE_RANKS = Variable[int | None](
     effect="ranks of one node, where the host name does not tell (rank // N is the node)",
     parse=lambda text: int(_positive_float(text)),
 )
+SLAB_FORCE_PUT = Variable[bool](
+    name="MOE_COMM_SLAB_FORCE_PUT",
+    kind="0 or 1",
+    default=False,
+    effect="the slab backend forwards rows by NVSHMEM's puts even where stores reach every rank",
+    parse=_bool,
+)
 
 VARIABLES: tuple[Variable[object], ...] = (
     BACKEND,  # type: ignore[assignment]
@@ -90,4 +97,5 @@ VARIABLES: tuple[Variable[object], ...] = (
     TIMEOUT_S,
     COMMIT,
     NODE_RANKS,
+    SLAB_FORCE_PUT,
 )

@@ -21,7 +21,7 @@ MODULES: dict[str, str] = {
 class Support(NamedTuple):
     """A backend's answer. `ok`: it can serve this config here. `reason`: why not, or a remark.
     `modes`: its modes, the default first. `capabilities`: of "capture", "overlap", "masking",
-    "payloads", "autograd"."""
+    "payloads", "autograd", "put" (rows travel by NVSHMEM's puts instead of stores)."""
 
     ok: bool
     reason: str = ""
