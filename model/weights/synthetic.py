@@ -10,8 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -34,6 +37,9 @@ _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _CODE_RMS = 2.926
 # Elements generated and written at once.
 _CHUNK = 1 << 24
+# Bytes of tensors generated ahead of what is written, and threads that do it.
+_AHEAD = 256 << 20
+_WORKERS = min(8, os.cpu_count() or 1)
 
 
 def write_checkpoint(
@@ -77,8 +83,8 @@ def write_checkpoint(
         path = directory / f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         with path.open("wb") as out:
             out.write(_header(specs))
-            for spec in specs:
-                for piece in tensor_bytes(spec, seed=seed):
+            for spec, pieces in _generated(specs, seed=seed):
+                for piece in pieces:
                     out.write(memoryview_of(piece))
                 weight_map[spec.name] = path.name
                 done += _nbytes(spec)
@@ -88,6 +94,33 @@ def write_checkpoint(
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / INDEX_NAME).write_text(json.dumps(index), encoding="utf-8")
     return paths
+
+
+def _generated(
+    specs: Iterable[TensorSpec], *, seed: int
+) -> Iterator[tuple[TensorSpec, Iterable[Tensor]]]:
+    """Each tensor with its pieces, in order; several threads work ahead by at most _AHEAD bytes."""
+    pending: deque[tuple[TensorSpec, Future[list[Tensor]]]] = deque()
+    ahead = 0
+    with ThreadPoolExecutor(max_workers=_WORKERS, thread_name_prefix="synthetic") as pool:
+        for spec in specs:
+            size = _nbytes(spec)
+            while pending and ahead + size > _AHEAD:
+                first, future = pending.popleft()
+                ahead -= _nbytes(first)
+                yield first, future.result()
+            if size > _AHEAD:
+                # Never whole in memory.
+                yield spec, tensor_bytes(spec, seed=seed)
+                continue
+            pending.append((spec, pool.submit(_whole, spec, seed)))
+            ahead += size
+        for first, future in pending:
+            yield first, future.result()
+
+
+def _whole(spec: TensorSpec, seed: int) -> list[Tensor]:
+    return list(tensor_bytes(spec, seed=seed))
 
 
 def tensor_bytes(spec: TensorSpec, *, seed: int) -> Iterator[Tensor]:
