@@ -122,7 +122,9 @@ def _parts(ranks: Ranks) -> dict[str, Any]:
         "torch_has_nvshmem": text(symm_mem.is_nvshmem_available),
         "device_library": text(library),
         "torch_backend": text(lambda: symm_mem.get_backend(ranks.device)),
-        "variables": {k: v for k, v in os.environ.items() if k.startswith("NVSHMEM_")},
+        "variables": results.without_directories(
+            [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("NVSHMEM_")]
+        ),
     }
 
 

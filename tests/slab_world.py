@@ -32,10 +32,12 @@ class VirtualWorld:
         device: torch.device,
         tuning: SlabTuning | None = None,
         seed_count: int = 2**31 - 2,
+        *,
+        puts: bool = False,
     ) -> None:
         self.config, self.num_ranks, self.device = config, num_ranks, device
         self.memories = VirtualSymmetricMemory.create(
-            num_ranks, region_sizes(config, num_ranks), device
+            num_ranks, region_sizes(config, num_ranks, puts=puts), device, puts=puts
         )
         placement = config.placement_for(num_ranks)
         self.engines = [
@@ -84,8 +86,12 @@ class VirtualWorld:
     def poison(self) -> None:
         """Rows nobody has written must be seen: NaN in every value region of every rank."""
         for memory in self.memories:
-            for name in ("dispatch_rows", "dispatch_scales", "topk_weights", "combine_rows"):
-                size = memory.regions.sizes[name]
+            for name in (
+                "dispatch_rows", "dispatch_scales", "topk_weights", "combine_rows", "staging"
+            ):  # fmt: skip
+                size = memory.regions.sizes.get(name, 0)
+                if not size:
+                    continue
                 memory.view(name, (size,), torch.uint8).fill_(0xFF)
 
     def dispatch(

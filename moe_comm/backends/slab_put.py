@@ -139,6 +139,7 @@ class PutLaunches(SlabState):
 
         puts = self.memory.puts
         if puts and send:
+            self._follow()
             self._put_release(slot, RELEASE)
         if receive or not puts:
             super().signal_release(slot, send=send and not puts, receive=receive)
