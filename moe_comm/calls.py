@@ -6,7 +6,7 @@ Every message names the argument, what was expected and what came. Nothing here 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,8 @@ _ID_DTYPES = (torch.int16, torch.int32, torch.int64)
 @dataclass(kw_only=True, eq=False)
 class DispatchCall:
     """One dispatch. `x` [T, H] and `scales` [T, G] are as given: quantized already where
-    `is_quantized`; `reuse` is the handle whose routing is repeated, or None."""
+    `is_quantized`; `reuse` is the handle whose routing is repeated, or None; `prepared` is what
+    the backend keeps from one half for the other."""
 
     x: Tensor
     scales: Tensor | None
@@ -38,6 +39,7 @@ class DispatchCall:
     reuse: DispatchHandle | None = None
     slot: int = -1
     call: int = -1
+    prepared: Any = None
 
     @property
     def num_rows(self) -> int:
@@ -47,7 +49,8 @@ class DispatchCall:
 
 @dataclass(kw_only=True, eq=False)
 class CombineCall:
-    """One combine. `y` is [N, H] (layout "expert") or [R, B, D] (layout "rows")."""
+    """One combine. `y` is [N, H] (layout "expert") or [R, B, D] (layout "rows"); `prepared` as in
+    DispatchCall."""
 
     y: Tensor
     handle: DispatchHandle
@@ -55,6 +58,7 @@ class CombineCall:
     weights_applied: bool
     bias: tuple[Tensor, ...]
     out: Tensor | None
+    prepared: Any = None
 
 
 def check_dispatch(

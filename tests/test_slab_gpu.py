@@ -218,10 +218,9 @@ def stalled(context: RankContext) -> None:
             assert caught.value.phase == "dispatch"
             assert int(d.expert_offsets[-1]) == 0
             again = time.monotonic()
-            out = comm.combine(data.x.new_zeros(1, 64), d.handle)
-            torch.cuda.synchronize()
+            with pytest.raises(PeerTimeoutError, match="rank 1"):
+                comm.combine(data.x.new_zeros(1, 64), d.handle)
             assert time.monotonic() - again < 1.0
-            assert bool(out.isnan().all())
         else:
             time.sleep(3.0)
     check_case(context, Case(backend="slab", num_tokens=((16, 3),)))
