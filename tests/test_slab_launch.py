@@ -115,7 +115,7 @@ def test_direct_launches_are_tritons(mode, wire, monkeypatch) -> None:
         bucket = any_of(1, 16, 33)
         rows = any_of(0, 1, bucket // 2, bucket)
         dtype = any_of(torch.bfloat16, torch.float32) if wire == "none" else torch.bfloat16
-        x = _tensor(rows, any_of(40, 48, 41), dtype=dtype, skip=any_of(0, 0, 1, 8))[:, :40]
+        x = _tensor(rows, any_of(40, 48, 64, 41), dtype=dtype, skip=any_of(0, 0, 1, 8))[:, :40]
         kind = any_of(torch.int16, torch.int32, torch.int64)
         count = any_of(None, 0, torch.tensor(rows), torch.tensor([rows], dtype=torch.int32))
         payloads = {"a": torch.zeros(rows, dtype=torch.int64)} if any_of(0, 0, 1) else None

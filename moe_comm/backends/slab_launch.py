@@ -59,7 +59,8 @@ class Form:
 
 @functools.cache
 def specialized(kernel: Any) -> frozenset[int]:
-    """Positions of the ints whose value becomes part of the compiled kernel."""
+    """Positions of the ints whose value the compiled kernel depends on: whether it is 1, divisible
+    by 16, and fits 32 bits."""
     return frozenset(
         i for i, p in enumerate(kernel.params) if not (p.is_constexpr or p.do_not_specialize)
     )
@@ -90,7 +91,7 @@ def launch(
         else:
             args[at] = value
             if at in by_value:
-                note(value)
+                note((value == 1, value % 16 == 0, -(2**31) <= value < 2**31))
     key = tuple(traits)
     found = places.compiled.get(key)
     if found is not None:
