@@ -1,13 +1,20 @@
-"""Dispatch over symmetric memory: put rows, ids and weights, release, wait, index.
+"""Dispatch over symmetric memory: put ids, weights and rows, release, wait, index.
 
 Legend: T tokens here, R ranks, B the bucket, H hidden, G scale groups, K choices, C copies of an
 expert, L local experts. Receive memory of one slot, at `*_offset` bytes from each rank's base
 (`peers_ptr`, int64 [R]): rows [R, B, H], scales [R, B, G], ids int32 [R, B, K], weights fp32
 [R, B, K], payload bytes [R, B, P]; entry (source, token) is written by that source alone.
 
-Programs 0 .. send_programs - 1 put; the last of them to arrive releases. The programs after them
-wait for all sources and index. Putting programs wait for nobody (but for a released slot), and
-come first in the grid, so they always get to run.
+Three kinds of programs, in this order in the grid, so that those that put, and wait for nobody,
+always get to run:
+
+1. `id_programs` put ids and weights, and release the slot's DISPATCH channel.
+2. `row_programs` put rows, scales and payloads, and release ROWS. So the index, which needs ids
+   alone, is computed while rows are still on their way.
+3. Waiting programs wait for all sources' ids and index; one of them waits for the rows at the end.
+
+Each program releases what it put (DIRECT), or the last of its kind to arrive releases it all. What
+only combine needs the first kind writes after its release, since nobody waits for it.
 """
 
 from __future__ import annotations
@@ -29,14 +36,17 @@ from moe_comm.kernels.signal import (
     wanted,
 )
 
+# Tokens of a step of a program that puts ids.
+ID_TOKENS = 16
+
 # Constants of the kernels: WIRE is 0 to copy elements, 1 to quantize bf16 to fp8 on the way, 2 to
-# mxfp8; ROWS_TO is 0 where copies take the rows, 1 for this rank's own memory alone, 2 for all.
+# mxfp8; ROWS_TO is 1 where copies take the rows on from this rank's own memory, 2 for all ranks.
 
 
 @triton.jit
 def locate(ids, valid, token, rank, copy_table_ptr, num_copies_ptr, C: tl.constexpr):
-    """Rank and local slot of choices `ids` (int32 [KP]) of one token; -1 where not `valid`, or
-    where the table says -1 because the rank is masked. The copy is (rank + token) % num_copies, as
+    """Rank and local slot of choices `ids` of tokens `token`; -1 where not `valid`, or where the
+    table says -1 because the rank is masked. The copy is (rank + token) % num_copies, as
     ExpertPlacement says."""
     safe = tl.where(valid, ids, 0)
     if C == 1:
@@ -50,215 +60,310 @@ def locate(ids, valid, token, rank, copy_table_ptr, num_copies_ptr, C: tl.conste
 
 
 @triton.jit
-def _put_token(
-    token, block, num_tokens, usable, x_ptr, scales_ptr, topk_idx_ptr, topk_weights_ptr,
-    payload_ptr, copy_table_ptr, num_copies_ptr, alive_ptr, peers_ptr, rows_offset, scales_offset,
-    ids_offset, weights_offset, payload_offset, choice_rank_ptr, fold_rank_ptr, fold_count_ptr,
-    status_ptr, rank, bucket, E, stride_x,
+def _route(
+    token, real, topk_idx_ptr, rank, E, copy_table_ptr, num_copies_ptr, K: tl.constexpr,
+    KP: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Rank and local slot [TOKENS, KP] of the choices of tokens `token` [TOKENS, 1], -1 where
+    masked or not `real`; and where ids are neither an expert nor -1."""
+    choice = tl.arange(0, KP)[None, :]
+    inside = (choice < K) & real
+    # Told from masked ones before they are narrowed: 2^32 + 1 is not expert 1.
+    wide_ids = tl.load(topk_idx_ptr + token * K + choice, mask=inside, other=-1)
+    valid = inside & (wide_ids >= 0) & (wide_ids < E)
+    ids = wide_ids.to(tl.int32)
+    to_rank, slot = locate(ids, valid, token, rank, copy_table_ptr, num_copies_ptr, C)
+    return to_rank, slot, inside & (valid == 0) & (wide_ids != -1)
+
+
+@triton.jit
+def _put_ids(
+    token, inside, num_tokens, usable, topk_idx_ptr, topk_weights_ptr, copy_table_ptr,
+    num_copies_ptr, alive_ptr, peers_ptr, ids_offset, weights_offset, rank, bucket, E,
+    K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Local ids and weights of tokens `token` [TOKENS, 1], where `inside`, to every rank. Ids of
+    every token, since they tell a rank whether it was reached; padding tokens put -1, so that no
+    receiver reads another call's."""
+    choice = tl.arange(0, KP)[None, :]
+    real = inside & (token < num_tokens)
+    to_rank, slot, _ = _route(
+        token, real, topk_idx_ptr, rank, E, copy_table_ptr, num_copies_ptr, K, KP, C
+    )
+    weight = tl.load(topk_weights_ptr + token * K + choice, mask=(choice < K) & real, other=0.0)
+    writes = (choice < K) & inside & (usable != 0)
+    if R <= 8:
+        for step in tl.static_range(R):
+            _put_ids_to_peer(
+                step, token, choice, to_rank, slot, weight, writes, alive_ptr, peers_ptr,
+                ids_offset, weights_offset, rank, bucket, K, R,
+            )  # fmt: skip
+    else:
+        for step in range(R):
+            _put_ids_to_peer(
+                step, token, choice, to_rank, slot, weight, writes, alive_ptr, peers_ptr,
+                ids_offset, weights_offset, rank, bucket, K, R,
+            )  # fmt: skip
+
+
+@triton.jit
+def _put_ids_to_peer(
+    step, token, choice, to_rank, slot, weight, writes, alive_ptr, peers_ptr, ids_offset,
+    weights_offset, rank, bucket, K: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """What _put_ids puts to the step-th peer. Each rank starts with its right neighbour, so that no
+    peer is everyone's first."""
+    peer = (rank + 1 + step) % R
+    base = tl.load(peers_ptr + peer)
+    # A masked rank writes nothing here any more, so its ids are kept at -1 for it.
+    alive = tl.load(alive_ptr + peer) != 0
+    source = tl.where(alive, rank, peer).to(tl.int64)
+    ids_base = tl.where(alive, base, tl.load(peers_ptr + rank))
+    at = (source * bucket + token) * K + choice
+    ids_ptr = (ids_base + ids_offset).to(tl.pointer_type(tl.int32))
+    here = to_rank == peer
+    tl.store(ids_ptr + at, tl.where(here, slot, -1), mask=writes)
+    weights_ptr = (base + weights_offset).to(tl.pointer_type(tl.float32))
+    at = (rank.to(tl.int64) * bucket + token) * K + choice
+    tl.store(weights_ptr + at, weight, mask=writes & here)
+
+
+@triton.jit
+def _note_tokens(
+    token, inside, num_tokens, topk_idx_ptr, copy_table_ptr, num_copies_ptr, choice_rank_ptr,
+    fold_rank_ptr, fold_count_ptr, status_ptr, rank, E, K: tl.constexpr, KP: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """What this rank's combine reads of tokens [TOKENS, 1]: the rank of each choice, and a token's
+    ranks in order of their last choice: the order in which combine adds.
+
+    Example: to_rank [1, 0, 1, -1]: fold_rank [0, 1], fold_count 2.
+    """
+    choice = tl.arange(0, KP)
+    real = inside & (token < num_tokens)
+    to_rank, _, invalid = _route(
+        token, real, topk_idx_ptr, rank, E, copy_table_ptr, num_copies_ptr, K, KP, C
+    )
+    at = token * K + choice[None, :]
+    tl.store(choice_rank_ptr + at, to_rank, mask=inside & (choice < K)[None, :])
+    again = (to_rank[:, :, None] == to_rank[:, None, :]) & (
+        choice[None, None, :] > choice[None, :, None]
+    )
+    last = (to_rank >= 0) & (tl.max(again.to(tl.int32), 2) == 0)
+    place = tl.cumsum(last.to(tl.int32), 1) - 1
+    tl.store(fold_rank_ptr + token * K + place, to_rank, mask=inside & last)
+    count = tl.sum(last.to(tl.int32), 1)[:, None]
+    tl.store(fold_count_ptr + token, count, mask=inside)
+    if tl.max(tl.max(invalid.to(tl.int32), 1), 0) > 0:
+        tl.atomic_or(status_ptr, 1)
+
+
+@triton.jit
+def _put_row(
+    token, block, num_tokens, usable, x_ptr, scales_ptr, topk_idx_ptr, payload_ptr, copy_table_ptr,
+    num_copies_ptr, peers_ptr, rows_offset, scales_offset, payload_offset, rank, bucket, E,
+    stride_x,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
     KP: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr,
     VALUE_BYTES: tl.constexpr, PAYLOAD: tl.constexpr, PAYLOAD_P: tl.constexpr,
     ROWS_TO: tl.constexpr, ROW_ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """One column block of one token to every rank it reaches; block 0 also puts ids (to every
-    rank, since they tell it whether it was reached), weights, given scales and payload. Padding
-    tokens put ids of -1, so that no receiver reads another call's."""
-    choice = tl.arange(0, KP)
+    """One column block of one token to every rank it reaches; block 0 also puts given scales and
+    payload."""
     real = token < num_tokens
-    inside = (choice < K) & real
-    # Told from masked ones before they are narrowed: 2^32 + 1 is not expert 1.
-    wide_ids = tl.load(topk_idx_ptr + token * K + choice, mask=inside, other=-1)
-    ids = wide_ids.to(tl.int32)
-    weight = tl.load(topk_weights_ptr + token * K + choice, mask=inside, other=0.0)
+    to_rank, _, _ = _route(
+        tl.zeros([1, 1], tl.int32) + token, real, topk_idx_ptr, rank, E, copy_table_ptr,
+        num_copies_ptr, K, KP, C,
+    )  # fmt: skip
     column = block * BLOCK + tl.arange(0, BLOCK)
     in_row = (column < H) & real
-    values = 0
-    scale = 0
-    if ROWS_TO != 0:
-        x = tl.load(x_ptr + token.to(tl.int64) * stride_x + column, mask=in_row, other=0)
-        if WIRE != 0:
-            values, scale = quantize_groups(x.to(tl.float32), WIRE == 2, GROUP, BLOCK)
-        else:
-            values = x
-    in_range = (wide_ids >= 0) & (wide_ids < E)
-    to_rank, slot = locate(ids, in_range & inside, token, rank, copy_table_ptr, num_copies_ptr, C)
+    row_ptr = x_ptr + token.to(tl.int64) * stride_x + column
+    if WIRE != 0:
+        x = tl.load(row_ptr, mask=in_row, other=0.0)
+        values, scale = quantize_groups(x.to(tl.float32), WIRE == 2, GROUP, BLOCK)
+    else:
+        # What is past the row is not stored. Triton has no 0 of fp8 to put there.
+        values = tl.load(row_ptr, mask=in_row)
+        scale = 0
     if R <= 8:
         for step in tl.static_range(R):
-            _put_to_peer(
-                step, token, block, usable, values, scale, to_rank, slot, weight, column, in_row,
-                scales_ptr, payload_ptr, alive_ptr, peers_ptr, rows_offset, scales_offset,
-                ids_offset, weights_offset, payload_offset, rank, bucket, H, G, GP, GROUP, K, KP,
-                R, BLOCK, WIRE, VALUE_BYTES, PAYLOAD, PAYLOAD_P, ROWS_TO, ROW_ALIGN,
+            _put_row_to_peer(
+                step, token, block, usable, values, scale, to_rank, in_row, column, scales_ptr,
+                payload_ptr, peers_ptr, rows_offset, scales_offset, payload_offset, rank, bucket,
+                H, G, GP, GROUP, R, BLOCK, WIRE, VALUE_BYTES, PAYLOAD, PAYLOAD_P, ROWS_TO,
+                ROW_ALIGN,
             )  # fmt: skip
     else:
         for step in range(R):
-            _put_to_peer(
-                step, token, block, usable, values, scale, to_rank, slot, weight, column, in_row,
-                scales_ptr, payload_ptr, alive_ptr, peers_ptr, rows_offset, scales_offset,
-                ids_offset, weights_offset, payload_offset, rank, bucket, H, G, GP, GROUP, K, KP,
-                R, BLOCK, WIRE, VALUE_BYTES, PAYLOAD, PAYLOAD_P, ROWS_TO, ROW_ALIGN,
+            _put_row_to_peer(
+                step, token, block, usable, values, scale, to_rank, in_row, column, scales_ptr,
+                payload_ptr, peers_ptr, rows_offset, scales_offset, payload_offset, rank, bucket,
+                H, G, GP, GROUP, R, BLOCK, WIRE, VALUE_BYTES, PAYLOAD, PAYLOAD_P, ROWS_TO,
+                ROW_ALIGN,
             )  # fmt: skip
-    if block == 0:
-        tl.store(choice_rank_ptr + token * K + choice, to_rank, mask=choice < K)
-        _write_fold_order(to_rank, token, fold_rank_ptr, fold_count_ptr, K, KP)
-        if tl.max((inside & ~in_range & (wide_ids != -1)).to(tl.int32), 0) > 0:
-            tl.atomic_or(status_ptr, 1)
 
 
 @triton.jit
-def _put_to_peer(
-    step, token, block, usable, values, scale, to_rank, slot, weight, column, in_row, scales_ptr,
-    payload_ptr, alive_ptr, peers_ptr, rows_offset, scales_offset, ids_offset, weights_offset,
-    payload_offset, rank, bucket,
-    H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
-    KP: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr,
-    VALUE_BYTES: tl.constexpr, PAYLOAD: tl.constexpr, PAYLOAD_P: tl.constexpr,
-    ROWS_TO: tl.constexpr, ROW_ALIGN: tl.constexpr,
+def _put_row_to_peer(
+    step, token, block, usable, values, scale, to_rank, in_row, column, scales_ptr, payload_ptr,
+    peers_ptr, rows_offset, scales_offset, payload_offset, rank, bucket,
+    H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr,
+    BLOCK: tl.constexpr, WIRE: tl.constexpr, VALUE_BYTES: tl.constexpr, PAYLOAD: tl.constexpr,
+    PAYLOAD_P: tl.constexpr, ROWS_TO: tl.constexpr, ROW_ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """What _put_token puts to the step-th peer. Each rank starts with its right neighbour, so that
-    no peer is everyone's first. Stores are masked, not branched around: their addresses load
-    together."""
+    """What _put_row puts to the step-th peer. Stores are masked, not branched around: their
+    addresses load together."""
     peer = (rank + 1 + step) % R
     base = tl.load(peers_ptr + peer)
-    here = to_rank == peer
-    reached = (tl.max(here.to(tl.int32), 0) > 0) & (usable != 0)
+    reached = tl.max(tl.max((to_rank == peer).to(tl.int32), 1), 0) > 0
     row = rank.to(tl.int64) * bucket + token
-    if ROWS_TO != 0:
-        send_row = reached
-        if ROWS_TO == 1:
-            send_row = (peer == rank) & (usable != 0)
-            if WIRE == 0:
-                # Quantized rows are copied on from here, so even those not reaching this rank are
-                # put; others only where they arrive.
-                send_row = send_row & reached
-        rows_ptr = (base + rows_offset + row * (H * VALUE_BYTES)).to(tl.pointer_type(values.dtype))
-        # Rows are aligned, which an address that was loaded does not show: without the hint they
-        # would be stored two bytes at a time.
-        rows_ptr = tl.multiple_of(rows_ptr, ROW_ALIGN)
-        tl.store(rows_ptr + column, values, mask=in_row & send_row)
-        if WIRE != 0:
-            group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-            scale_bytes: tl.constexpr = scale.dtype.primitive_bitwidth // 8
-            scales_at = (base + scales_offset + row * (G * scale_bytes)).to(
-                tl.pointer_type(scale.dtype)
-            )
-            tl.store(scales_at + group, scale, mask=(group < G) & send_row)
-    if block == 0:
-        # A masked rank writes nothing here any more, so its ids are kept at -1 for it.
-        alive = tl.load(alive_ptr + peer) != 0
-        own_base = tl.load(peers_ptr + rank)
-        ids_row = tl.where(alive, row, peer.to(tl.int64) * bucket + token)
-        ids_at = tl.where(alive, base, own_base) + ids_offset + ids_row * (K * 4)
-        choice = tl.arange(0, KP)
-        writes = (choice < K) & (usable != 0)
-        tl.store(
-            ids_at.to(tl.pointer_type(tl.int32)) + choice, tl.where(here, slot, -1), mask=writes
+    send_row = reached & (usable != 0)
+    if ROWS_TO == 1:
+        # Quantized rows are copied on from this rank's memory, so there even those that do not
+        # reach it are put.
+        send_row = (peer == rank) & (usable != 0)
+        if WIRE == 0:
+            send_row = send_row & reached
+    rows_ptr = (base + rows_offset + row * (H * VALUE_BYTES)).to(tl.pointer_type(values.dtype))
+    # Rows are aligned, which an address that was loaded does not show: without the hint they would
+    # be stored two bytes at a time.
+    rows_ptr = tl.multiple_of(rows_ptr, ROW_ALIGN)
+    tl.store(rows_ptr + column, values, mask=in_row & send_row)
+    if WIRE != 0:
+        group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+        scale_bytes: tl.constexpr = scale.dtype.primitive_bitwidth // 8
+        scales_at = (base + scales_offset + row * (G * scale_bytes)).to(
+            tl.pointer_type(scale.dtype)
         )
-        weights_at = (base + weights_offset + row * (K * 4)).to(tl.pointer_type(tl.float32))
-        tl.store(weights_at + choice, weight, mask=writes & reached)
+        tl.store(scales_at + group, scale, mask=(group < G) & send_row)
+    if block == 0:
         if GP > 0:
-            if reached:
-                _put_bytes(
-                    scales_ptr + token.to(tl.int64) * G, base + scales_offset + row * G, G, GP
-                )
+            _put_bytes(
+                scales_ptr + token.to(tl.int64) * G, base + scales_offset + row * G,
+                reached & (usable != 0), G, GP,
+            )  # fmt: skip
         if PAYLOAD > 0:
-            if reached:
-                _put_bytes(
-                    payload_ptr + token.to(tl.int64) * PAYLOAD,
-                    base + payload_offset + row * PAYLOAD, PAYLOAD, PAYLOAD_P,
-                )  # fmt: skip
+            _put_bytes(
+                payload_ptr + token.to(tl.int64) * PAYLOAD, base + payload_offset + row * PAYLOAD,
+                reached & (usable != 0), PAYLOAD, PAYLOAD_P,
+            )  # fmt: skip
 
 
 @triton.jit
-def _write_fold_order(
-    to_rank, token, fold_rank_ptr, fold_count_ptr, K: tl.constexpr, KP: tl.constexpr
-):
-    """The token's ranks in order of their last choice: the order in which combine adds.
-
-    Example: to_rank [1, 0, 1, -1]: fold_rank [0, 1], fold_count 2.
-    """
-    choice = tl.arange(0, KP)
-    again = (to_rank[:, None] == to_rank[None, :]) & (choice[None, :] > choice[:, None])
-    last = (to_rank >= 0) & (tl.max(again.to(tl.int32), 1) == 0)
-    place = tl.cumsum(last.to(tl.int32), 0) - 1
-    tl.store(fold_rank_ptr + token * K + place, to_rank, mask=last)
-    tl.store(fold_count_ptr + token, tl.sum(last.to(tl.int32), 0))
-
-
-@triton.jit
-def _put_bytes(source_ptr, target, COUNT: tl.constexpr, COUNT_P: tl.constexpr):
-    """COUNT bytes to an address."""
+def _put_bytes(source_ptr, target, writes, COUNT: tl.constexpr, COUNT_P: tl.constexpr):
+    """COUNT bytes to an address, where `writes`."""
     i = tl.arange(0, COUNT_P)
-    byte = tl.load(source_ptr + i, mask=i < COUNT)
-    tl.store(target.to(tl.pointer_type(tl.uint8)) + i, byte, mask=i < COUNT)
+    mask = (i < COUNT) & writes
+    byte = tl.load(source_ptr + i, mask=mask)
+    tl.store(target.to(tl.pointer_type(tl.uint8)) + i, byte, mask=mask)
 
 
 @triton.jit(
     do_not_specialize=[
-        "num_tokens_host", "token_begin", "token_end", "num_rows", "channel", "combine_channel",
-        "release_channel", "rank", "bucket", "capacity", "E", "L", "send_programs", "timeout_ns",
+        "num_tokens_host", "token_begin", "token_end", "num_rows", "id_programs", "row_programs",
+        "releases", "row_releases", "channel", "rows_channel", "combine_channel", "rank", "bucket",
+        "capacity", "E", "L", "timeout_ns",
     ]
 )  # fmt: skip
 def _dispatch_kernel(
     x_ptr, scales_ptr, topk_idx_ptr, topk_weights_ptr, payload_ptr, num_tokens_ptr, num_tokens_host,
-    token_begin, token_end, num_rows, copy_table_ptr, num_copies_ptr, alive_ptr, peers_ptr,
+    token_begin, token_end, num_rows, stride_x, id_programs, row_programs, releases, row_releases,
+    copy_table_ptr, num_copies_ptr, alive_ptr, peers_ptr,
     rows_offset, scales_offset, ids_offset, weights_offset, payload_offset, flags_offset,
     ids_ptr, weights_ptr, flags_ptr, choice_rank_ptr, fold_rank_ptr, fold_count_ptr,
     tokens_out_ptr, readable_ptr,
     offsets_ptr, row_index_ptr, position_ptr, order_ptr, order_weights_ptr, order_count_ptr,
-    state_ptr, status_ptr, channel, combine_channel, release_channel, rank, bucket, capacity, E, L,
-    stride_x, send_programs, timeout_ns,
+    state_ptr, status_ptr, channel, rows_channel, combine_channel, rank, bucket, capacity, E, L,
+    timeout_ns,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
     KP: tl.constexpr, C: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, BLOCK: tl.constexpr,
-    WIRE: tl.constexpr, VALUE_BYTES: tl.constexpr, PAYLOAD: tl.constexpr, PAYLOAD_P: tl.constexpr,
-    ROWS_TO: tl.constexpr, ROW_ALIGN: tl.constexpr, NUM_CHANNELS: tl.constexpr,
-    CHANNELS_P: tl.constexpr, T_ON_DEVICE: tl.constexpr, RELEASE_AFTER: tl.constexpr,
-    CHUNKS: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr, INDEX: tl.constexpr,
-    QUERY: tl.constexpr, INDEX_BLOCK: tl.constexpr, POLL: tl.constexpr, INTERPRET: tl.constexpr,
+    TOKENS: tl.constexpr, WIRE: tl.constexpr, VALUE_BYTES: tl.constexpr, PAYLOAD: tl.constexpr,
+    PAYLOAD_P: tl.constexpr, ROWS_TO: tl.constexpr, ROW_ALIGN: tl.constexpr,
+    NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr, T_ON_DEVICE: tl.constexpr,
+    RELEASE_IDS: tl.constexpr, RELEASE_ROWS: tl.constexpr, WAIT_ROWS: tl.constexpr,
+    DIRECT: tl.constexpr, CHUNKS: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
+    INDEX: tl.constexpr, QUERY: tl.constexpr, INDEX_BLOCK: tl.constexpr, INDEX_UNROLL: tl.constexpr,
+    EXACT: tl.constexpr, POLL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     if SEND:
-        if program < send_programs:
+        if program < id_programs + row_programs:
             usable = is_usable(status_ptr)
-            released = tl.load(state_ptr + release_channel)
-            consumed = tl.load(state_ptr + 2 * NUM_CHANNELS + release_channel)
-            count = wanted(state_ptr, channel)
-            target = release_target(peers_ptr, alive_ptr, flags_offset, channel, rank, R, RP)
             if T_ON_DEVICE:
                 num_tokens = tl.load(num_tokens_ptr).to(tl.int32)
                 num_tokens = tl.minimum(tl.maximum(num_tokens, 0), num_rows)
             else:
                 num_tokens = num_tokens_host
-            if released != consumed:
-                # The slot was released without a combine: its readers said so on this channel.
-                usable = usable & wait(
-                    flags_ptr, alive_ptr, state_ptr, status_ptr, release_channel, released, rank,
-                    timeout_ns, NUM_CHANNELS, CHANNELS_P, R, RP, POLL, INTERPRET,
-                )  # fmt: skip
-            if program == 0:
-                settle(state_ptr, combine_channel, CHUNKS, CHUNKS, NUM_CHANNELS)
-            blocks: tl.constexpr = (H + BLOCK - 1) // BLOCK if ROWS_TO != 0 else 1
-            for item in range(program, (token_end - token_begin) * blocks, send_programs):
-                _put_token(
-                    token_begin + item // blocks, item % blocks, num_tokens, usable, x_ptr,
-                    scales_ptr, topk_idx_ptr, topk_weights_ptr, payload_ptr, copy_table_ptr,
-                    num_copies_ptr, alive_ptr, peers_ptr, rows_offset, scales_offset, ids_offset,
-                    weights_offset, payload_offset, choice_rank_ptr, fold_rank_ptr, fold_count_ptr,
-                    status_ptr, rank, bucket, E, stride_x, H, G, GP, GROUP, K, KP, C, R, BLOCK,
-                    WIRE, VALUE_BYTES, PAYLOAD, PAYLOAD_P, ROWS_TO, ROW_ALIGN,
-                )  # fmt: skip
-            if arrive(state_ptr, channel, NUM_CHANNELS) == send_programs - 1:
-                reset_arrivals(state_ptr, channel, NUM_CHANNELS)
-                tl.store(state_ptr + 2 * NUM_CHANNELS + release_channel, released)
-                if RELEASE_AFTER:
-                    release(target, state_ptr, channel, count, num_tokens, usable, NUM_CHANNELS, RP)
+            if program < id_programs:
+                target = release_target(peers_ptr, alive_ptr, flags_offset, channel, rank, R, RP)
+                # Nobody else writes this rank's own word, and nobody changes its token half before
+                # the release that does so below.
+                told = tokens_of(tl.load(flags_ptr + channel * R + rank, volatile=True))
+                step = tl.arange(0, TOKENS)[:, None]
+                for first in range(token_begin + program * TOKENS, token_end, id_programs * TOKENS):
+                    _put_ids(
+                        first + step, first + step < token_end, num_tokens, usable, topk_idx_ptr,
+                        topk_weights_ptr, copy_table_ptr, num_copies_ptr, alive_ptr, peers_ptr,
+                        ids_offset, weights_offset, rank, bucket, E, K, KP, C, R,
+                    )  # fmt: skip
+                if RELEASE_IDS:
+                    if DIRECT:
+                        release(
+                            target, state_ptr, channel, releases,
+                            tl.where(program == 0, num_tokens - told, 0), usable, NUM_CHANNELS, RP,
+                        )  # fmt: skip
+                    elif arrive(state_ptr, channel, NUM_CHANNELS) == id_programs - 1:
+                        reset_arrivals(state_ptr, channel, NUM_CHANNELS)
+                        release(
+                            target, state_ptr, channel, releases, num_tokens - told, usable,
+                            NUM_CHANNELS, RP,
+                        )  # fmt: skip
+                for first in range(token_begin + program * TOKENS, token_end, id_programs * TOKENS):
+                    _note_tokens(
+                        first + step, first + step < token_end, num_tokens, topk_idx_ptr,
+                        copy_table_ptr, num_copies_ptr, choice_rank_ptr, fold_rank_ptr,
+                        fold_count_ptr, status_ptr, rank, E, K, KP, C,
+                    )  # fmt: skip
+                if program == 0:
+                    settle(state_ptr, combine_channel, CHUNKS, CHUNKS, NUM_CHANNELS)
+            else:
+                target = release_target(
+                    peers_ptr, alive_ptr, flags_offset, rows_channel, rank, R, RP
+                )
+                blocks: tl.constexpr = (H + BLOCK - 1) // BLOCK
+                for item in range(
+                    program - id_programs, (token_end - token_begin) * blocks, row_programs
+                ):
+                    _put_row(
+                        token_begin + item // blocks, item % blocks, num_tokens, usable, x_ptr,
+                        scales_ptr, topk_idx_ptr, payload_ptr, copy_table_ptr, num_copies_ptr,
+                        peers_ptr, rows_offset, scales_offset, payload_offset, rank, bucket, E,
+                        stride_x, H, G, GP, GROUP, K, KP, C, R, BLOCK, WIRE, VALUE_BYTES, PAYLOAD,
+                        PAYLOAD_P, ROWS_TO, ROW_ALIGN,
+                    )  # fmt: skip
+                if RELEASE_ROWS:
+                    if DIRECT:
+                        release(
+                            target, state_ptr, rows_channel, row_releases, 0, usable, NUM_CHANNELS,
+                            RP,
+                        )  # fmt: skip
+                    elif arrive(state_ptr, rows_channel, NUM_CHANNELS) == row_programs - 1:
+                        reset_arrivals(state_ptr, rows_channel, NUM_CHANNELS)
+                        release(
+                            target, state_ptr, rows_channel, row_releases, 0, usable, NUM_CHANNELS,
+                            RP,
+                        )  # fmt: skip
     if RECEIVE:
-        if program >= send_programs:
+        senders = id_programs + row_programs
+        if not SEND:
+            senders = 0
+        if program >= senders:
             arrived = wait(
-                flags_ptr, alive_ptr, state_ptr, status_ptr, channel, wanted(state_ptr, channel),
-                rank, timeout_ns, NUM_CHANNELS, CHANNELS_P, R, RP, POLL, INTERPRET,
+                flags_ptr, alive_ptr, state_ptr, status_ptr, channel,
+                wanted(state_ptr, channel, releases), rank, timeout_ns, NUM_CHANNELS, CHANNELS_P,
+                R, RP, POLL, INTERPRET,
             )  # fmt: skip
-            receiver = program - send_programs
+            receiver = program - senders
             if receiver == 0:
                 _write_tokens(flags_ptr + channel * R, alive_ptr, tokens_out_ptr, arrived, R, RP)
             num_choices = R * bucket * K
@@ -266,11 +371,19 @@ def _dispatch_kernel(
                 rank_by_counting(
                     receiver, ids_ptr, offsets_ptr, row_index_ptr, position_ptr, order_ptr,
                     order_weights_ptr, order_count_ptr, weights_ptr, status_ptr, num_choices,
-                    num_choices * arrived, capacity, L, K, KP, QUERY, INDEX_BLOCK, True,
+                    num_choices * arrived, capacity, L, K, KP, QUERY, INDEX_BLOCK, INDEX_UNROLL,
+                    True, EXACT,
                 )  # fmt: skip
             elif receiver == 0:
                 # Later launches index; what did not arrive they must not read.
                 tl.store(readable_ptr, num_choices * arrived)
+            if WAIT_ROWS:
+                if receiver == 0:
+                    wait(
+                        flags_ptr, alive_ptr, state_ptr, status_ptr, rows_channel,
+                        wanted(state_ptr, rows_channel, row_releases), rank, timeout_ns,
+                        NUM_CHANNELS, CHANNELS_P, R, RP, POLL, INTERPRET,
+                    )  # fmt: skip
 
 
 @triton.jit
@@ -280,33 +393,3 @@ def _write_tokens(words_ptr, alive_ptr, tokens_out_ptr, arrived, R: tl.constexpr
     word = tl.load(words_ptr + ranks, mask=ranks < R, other=0)
     alive = tl.load(alive_ptr + ranks, mask=ranks < R, other=0)
     tl.store(tokens_out_ptr + ranks, tokens_of(word) * alive * arrived, mask=ranks < R)
-
-
-@triton.jit(do_not_specialize=["channel", "dispatch_channel", "rank"])
-def _release_kernel(
-    peers_ptr, alive_ptr, state_ptr, status_ptr, flags_offset, channel, dispatch_channel, rank,
-    R: tl.constexpr, RP: tl.constexpr, NUM_CHANNELS: tl.constexpr, FREES_SLOT: tl.constexpr,
-):  # fmt: skip
-    """One program that releases a channel. With FREES_SLOT it is the slot's RELEASE channel: the
-    slot's dispatch is settled, and so is this release, which the slot's next dispatch waits for."""
-    release(
-        release_target(peers_ptr, alive_ptr, flags_offset, channel, rank, R, RP), state_ptr,
-        channel, wanted(state_ptr, channel), tl.full((), 0, tl.int32), is_usable(status_ptr),
-        NUM_CHANNELS, RP,
-    )  # fmt: skip
-    if FREES_SLOT:
-        settle(state_ptr, channel, 1, 1, NUM_CHANNELS)
-        settle(state_ptr, dispatch_channel, 2, 2, NUM_CHANNELS)
-
-
-@triton.jit(do_not_specialize=["channel", "rank", "timeout_ns"])
-def _wait_kernel(
-    alive_ptr, state_ptr, status_ptr, flags_ptr, channel, rank, timeout_ns, R: tl.constexpr,
-    RP: tl.constexpr, NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr, POLL: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):  # fmt: skip
-    """One program that waits for a channel."""
-    wait(
-        flags_ptr, alive_ptr, state_ptr, status_ptr, channel, wanted(state_ptr, channel), rank,
-        timeout_ns, NUM_CHANNELS, CHANNELS_P, R, RP, POLL, INTERPRET,
-    )  # fmt: skip

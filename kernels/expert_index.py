@@ -47,13 +47,11 @@ def load_ids(ids_ptr, i, num_readable):
 
 
 @triton.jit
-def write_order(
-    i, ids, position, ids_ptr, order_ptr, order_weights_ptr, count_ptr, weights_ptr, num_choices,
-    num_readable, K: tl.constexpr, KP: tl.constexpr,
-):  # fmt: skip
-    """Choices i, whose local ids and positions are given, into their rows' order.
+def place_in_row(i, ids, ids_ptr, num_readable, K: tl.constexpr, KP: tl.constexpr):
+    """Of choices i, whose local ids are given: the place in their row's order, and the choices of
+    that row here.
 
-    Example: a row with ids [2, -1, 0] and positions [7, -1, 1]: order [7, 1], count 2.
+    Example: i = 5, in a row with ids [2, -1, 0] that begins at 3: place 1, two here.
     """
     row = i // K
     k = i - row * K
@@ -62,28 +60,60 @@ def write_order(
     row_ids = tl.load(ids_ptr + (row * K)[:, None] + column[None, :], mask=inside, other=-1)
     present = (row_ids >= 0).to(tl.int32)
     place = tl.sum(tl.where(column[None, :] < k[:, None], present, 0), 1)
+    return place, tl.sum(present, 1)
+
+
+@triton.jit
+def write_order(
+    i, ids, position, place, total, weight, order_ptr, order_weights_ptr, count_ptr, num_choices,
+    K: tl.constexpr,
+):  # fmt: skip
+    """Choices i, whose local ids, positions, places and weights are given, into their rows' order.
+
+    Example: a row with ids [2, -1, 0] and positions [7, -1, 1]: order [7, 1], count 2.
+    """
+    row = i // K
     here = ids >= 0
     tl.store(order_ptr + row * K + place, position, mask=here)
-    weight = tl.load(weights_ptr + i, mask=here, other=0.0)
     tl.store(order_weights_ptr + row * K + place, weight, mask=here)
     # One choice of each row writes the count: the last one here, or the first of a row with none.
-    total = tl.sum(present, 1)
-    writes = (here & (place == total - 1)) | ((total == 0) & (k == 0) & (i < num_choices))
+    first = (i == row * K) & (i < num_choices)
+    writes = (here & (place == total - 1)) | ((total == 0) & first)
     tl.store(count_ptr + row, total, mask=writes)
+
+
+@triton.jit
+def count_smaller(counted, query, keys, EXACT: tl.constexpr):
+    """counted plus 1 where a key is smaller than the query.
+
+    Keys are whole numbers: as fp32, query - key saturated to [0, 1] is the comparison, in two
+    instructions of the fast units. EXACT takes int32 instead, where keys do not fit or the
+    interpreter refuses assembly.
+    """
+    if EXACT:
+        counted += (keys < query).to(tl.int32)
+    else:
+        counted = tl.inline_asm_elementwise(
+            "{ .reg .f32 d; sub.sat.f32 d, $2, $3; add.f32 $0, $1, d; }",
+            "=f,f,f,f", [counted, query, keys], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return counted
 
 
 @triton.jit
 def rank_by_counting(
     program, ids_ptr, offsets_ptr, row_index_ptr, position_ptr, order_ptr, order_weights_ptr,
     count_ptr, weights_ptr, status_ptr, num_choices, num_readable, capacity, L, K: tl.constexpr,
-    KP: tl.constexpr, QUERY: tl.constexpr, BLOCK: tl.constexpr, ORDER: tl.constexpr,
+    KP: tl.constexpr, QUERY: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    ORDER: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """One program's QUERY choices, or, after the programs of all choices, its QUERY experts: how
-    many keys (expert << 16 | choice) are smaller. For a choice that is its position, for an expert
-    (as key expert << 16) its offset. Choices from `num_readable` on count as not here.
+    many keys (expert * num_choices + choice) are smaller. For a choice that is its position, for an
+    expert (as key expert * num_choices) its offset. Choices from `num_readable` on count as not
+    here.
 
-    Example: ids [[0, 1], [1, -1]]: keys 0x00000, 0x10001, 0x10002. Choice 2 has two smaller:
-    position[1, 0] = 2, row_index[2] = 1. Expert 1 has one: offsets[1] = 1.
+    Example: ids [[0, 1], [1, -1]]: keys 0, 5, 6. Choice 2 has two smaller: position[1, 0] = 2,
+    row_index[2] = 1. Expert 1 has one: offsets[1] = 1.
     """
     choice_programs = (num_choices + QUERY - 1) // QUERY
     query = tl.arange(0, QUERY)
@@ -92,18 +122,24 @@ def rank_by_counting(
     expert = i - choice_programs * QUERY
     readable = tl.where(of_choices, num_readable, 0)
     ids = load_ids(ids_ptr, i, readable)
-    key = tl.where(of_choices, (ids << 16) + i, expert << 16)
-    smaller = tl.zeros([QUERY, BLOCK], tl.int32)
+    key = tl.where(of_choices, ids * num_choices + i, expert * num_choices)
+    counts: tl.constexpr = tl.int32 if EXACT else tl.float32
+    key = key.to(counts)
+    if ORDER:
+        # Asked for before the long loop, so that they are there after it.
+        place, in_row = place_in_row(i, ids, ids_ptr, readable, K, KP)
+        weight = tl.load(weights_ptr + i, mask=i < readable, other=0.0)
+    smaller = tl.zeros([QUERY, BLOCK], counts)
     present = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, num_choices, 4 * BLOCK):
-        # Unrolled, so that four blocks of keys are on their way together.
-        for step in tl.static_range(4):
+    for start in range(0, num_choices, UNROLL * BLOCK):
+        # Unrolled, so that all blocks of keys are on their way together.
+        for step in tl.static_range(UNROLL):
             j = start + step * BLOCK + tl.arange(0, BLOCK)
             others = load_ids(ids_ptr, j, num_readable)
-            keys = tl.where(others >= 0, (others << 16) + j, 0x7FFFFFFF)
-            smaller += (keys[None, :] < key[:, None]).to(tl.int32)
+            keys = tl.where(others >= 0, others * num_choices + j, 0x7FFFFFFF).to(counts)
+            smaller = count_smaller(smaller, key[:, None], keys[None, :], EXACT)
             present += (others >= 0).to(tl.int32)
-    rank = tl.sum(smaller, 1)
+    rank = tl.sum(smaller, 1).to(tl.int32)
     total = tl.sum(present, 0)
     if of_choices:
         here = ids >= 0
@@ -114,8 +150,8 @@ def rank_by_counting(
         tl.store(row_index_ptr + i, -1, mask=(i >= total) & (i < capacity))
         if ORDER:
             write_order(
-                i, ids, position, ids_ptr, order_ptr, order_weights_ptr, count_ptr, weights_ptr,
-                num_choices, num_readable, K, KP,
+                i, ids, position, place, in_row, weight, order_ptr, order_weights_ptr, count_ptr,
+                num_choices, K,
             )  # fmt: skip
     else:
         tl.store(offsets_ptr + expert, tl.minimum(rank, capacity), mask=expert <= L)
@@ -127,12 +163,13 @@ def rank_by_counting(
 def _one_launch_kernel(
     ids_ptr, offsets_ptr, row_index_ptr, position_ptr, order_ptr, order_weights_ptr, count_ptr,
     weights_ptr, status_ptr, num_choices, capacity, L, K: tl.constexpr, KP: tl.constexpr,
-    QUERY: tl.constexpr, BLOCK: tl.constexpr, ORDER: tl.constexpr,
+    QUERY: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, ORDER: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     rank_by_counting(
         tl.program_id(0), ids_ptr, offsets_ptr, row_index_ptr, position_ptr, order_ptr,
         order_weights_ptr, count_ptr, weights_ptr, status_ptr, num_choices, num_choices, capacity,
-        L, K, KP, QUERY, BLOCK, ORDER,
+        L, K, KP, QUERY, BLOCK, UNROLL, ORDER, EXACT,
     )  # fmt: skip
 
 
@@ -216,9 +253,11 @@ def _place_kernel(
         every = tl.arange(0, BINS)
         tl.store(totals_ptr + every, tl.zeros([BINS], tl.int32), mask=every < L)
     if ORDER:
+        place, in_row = place_in_row(i, ids, ids_ptr, num_readable, K, KP)
+        weight = tl.load(weights_ptr + i, mask=here, other=0.0)
         write_order(
-            i, ids, position, ids_ptr, order_ptr, order_weights_ptr, count_ptr, weights_ptr,
-            num_choices, num_readable, K, KP,
+            i, ids, position, place, in_row, weight, order_ptr, order_weights_ptr, count_ptr,
+            num_choices, K,
         )  # fmt: skip
 
 
@@ -269,8 +308,8 @@ def expert_index(
         _one_launch_kernel[grid](
             local_idx, offsets, row_index, position, *ordered[:4], status, num_choices,
             capacity, experts, K=num_topk, KP=topk_p, QUERY=QUERIES,
-            BLOCK=one_launch_block(num_choices),
             ORDER=order is not None, num_warps=8,
+            **one_launch_form(num_choices, experts, interpreted=device.type == "cpu"),
         )  # fmt: skip
     else:
         chunks = triton.cdiv(num_choices, CHUNK)
@@ -301,11 +340,19 @@ def workspace_size(num_choices: int, num_local_experts: int) -> int:
     return num_local_experts * (1 + -(-num_choices // CHUNK))
 
 
-def one_launch_programs(num_choices: int, num_local_experts: int) -> int:
+def one_launch_programs(num_choices: int, num_local_experts: int, queries: int = QUERIES) -> int:
     """Programs of rank_by_counting: for all choices, then for all experts and the end."""
-    return -(-num_choices // QUERIES) + -(-(num_local_experts + 1) // QUERIES)
+    return -(-num_choices // queries) + -(-(num_local_experts + 1) // queries)
 
 
-def one_launch_block(num_choices: int) -> int:
-    """Keys compared at a time."""
-    return min(256, max(32, 1 << (num_choices - 1).bit_length()))
+def one_launch_form(
+    num_choices: int, num_local_experts: int, *, interpreted: bool
+) -> dict[str, int | bool]:
+    """Constants of rank_by_counting: keys compared at a time, and in flight together, and whether
+    keys need more than fp32's 24 bits."""
+    block = min(256, max(32, triton.next_power_of_2(num_choices)))
+    return {
+        "BLOCK": block,
+        "UNROLL": min(16, triton.next_power_of_2(max(1, triton.cdiv(num_choices, block)))),
+        "EXACT": interpreted or (num_local_experts + 1) * num_choices >= 1 << 24,
+    }

@@ -6,14 +6,19 @@ Legend: R ranks, S receive slots, P phases. A channel is one (slot, phase): inde
 Symmetric memory holds `flags`, int64 [S * P, R]: word (channel, source) is written by that source
 alone, its high half the count of the source's releases on the channel (wrapping int32), its low
 half the number of tokens the release speaks of. Private memory holds `state`, int32 [3, S * P]:
-row 0 counts this rank's settled releases, row 1 is 1 where one is out that is not settled yet,
-row 2 counts the programs that have arrived (on a RELEASE channel, where none arrive: the releases
-that were waited for). A call releases and waits for row 0 plus one, so row 0
-must not change while the call runs: a later call on the slot settles it. Counts are compared as
-(seen - wanted) < 0, so they may wrap.
+row 0 counts this rank's settled releases, row 1 those that are out and not settled yet, row 2 the
+programs that have arrived. A call releases a channel once, or once a sending program: as often on
+every rank. It waits for row 0 plus that number, so row 0 must not change while the call runs: a
+later call on the slot settles it. Counts are compared as (seen - wanted) < 0, so they may wrap.
 
-`status`, int32 [8], private: bits, channel + 1 of the first failure, peer, seen, wanted,
-channel of the peer's unexpected release + 1.
+Every call releases at least one channel on the calls' own stream, and all ranks do so in one order.
+Copies run beside it, so what they carry is released on the channels ROWS and COPIES at any later
+time; the call has told of itself on the main stream before, by DISPATCH or ANNOUNCE. Whether a rank
+is in another call is therefore judged by main-stream channels alone.
+
+`status`, int32 [STATUS_WORDS], private: bits, channel + 1 of the first failure, peer, seen, wanted,
+channel of the peer's unexpected release + 1. After it, an int64 address: of as many words in host
+memory, where the first failure is written too, so that the host sees it without waiting.
 
 Memory that another rank or program may change while it is read is read by tensors with one element
 a thread and then reduced (POLL elements, at least the threads of a program): Triton takes a scalar
@@ -25,13 +30,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Phases of a slot. COMBINE is the first of MAX_CHUNKS phases, one a chunk of a combine.
+# Phases of a slot. COMBINE and COPIES are the first of MAX_CHUNKS phases each, one a chunk of a
+# combine by stores or by copies; a combine by copies releases ANNOUNCE as well. A dispatch settles
+# all of these at once, COMBINE_PHASES in number: a power of two.
 DISPATCH = 0
 ROWS = 1
 RELEASE = 2
 COMBINE = 3
-MAX_CHUNKS = 8
-NUM_PHASES = COMBINE + MAX_CHUNKS
+MAX_CHUNKS = 7
+ANNOUNCE = COMBINE + MAX_CHUNKS
+COPIES = ANNOUNCE + 1
+COMBINE_PHASES = 16
+NUM_PHASES = COMBINE + COMBINE_PHASES
 
 # StatusBit of moe_comm.status; a test holds the two together.
 INVALID_ID = tl.constexpr(1)
@@ -42,6 +52,13 @@ FATAL = tl.constexpr(12)
 
 STATE_ROWS = 3
 STATUS_WORDS = 8
+
+_ROWS = tl.constexpr(ROWS)
+_DISPATCH = tl.constexpr(DISPATCH)
+_ANNOUNCE = tl.constexpr(ANNOUNCE)
+_COPIES = tl.constexpr(COPIES)
+_NUM_PHASES = tl.constexpr(NUM_PHASES)
+_STATUS_WORDS = tl.constexpr(STATUS_WORDS)
 
 
 @triton.jit
@@ -89,20 +106,22 @@ def release_target(
 
 @triton.jit
 def release(
-    target, state_ptr, channel, count, num_tokens, usable, NUM_CHANNELS: tl.constexpr,
+    target, state_ptr, channel, releases, more_tokens, usable, NUM_CHANNELS: tl.constexpr,
     RP: tl.constexpr,
 ):  # fmt: skip
-    """Release `channel` for the `count`-th time (wanted()) on every live rank, this one included.
-    One program calls it, after everything the release speaks of is ordered before it. Not after a
-    failure: where `usable` is 0 nothing is released.
+    """Release `channel` once on every live rank, this one included; a call does so `releases`
+    times in all. What the calling program stored before, and what is ordered before it, can be read
+    by whoever has waited for it. Tokens are told as what they are more than on the channel's last
+    call, by one of the releases alone. Not after a failure: where `usable` is 0 nothing is
+    released.
 
-    Example: R = 2, rank 1, third release on channel 0, 5 tokens: word (0, 1) of both ranks becomes
-    (3 << 32) | 5.
+    Example: R = 2, rank 1, a call of two releases after three, 5 tokens after 7: word (0, 1) of
+    both ranks goes from (3 << 32) | 7 to (5 << 32) | 5.
     """
-    tl.store(state_ptr + NUM_CHANNELS + channel, 1, mask=usable != 0)
+    tl.store(state_ptr + NUM_CHANNELS + channel, releases, mask=usable != 0)
     tl.debug_barrier()
-    word = (count.to(tl.int64) << 32) | num_tokens.to(tl.int64)
-    tl.atomic_xchg(
+    word = (tl.full((), 1, tl.int64) << 32) + more_tokens
+    tl.atomic_add(
         target.to(tl.pointer_type(tl.int64)), tl.zeros([RP], tl.int64) + word,
         mask=(target != 0) & (usable != 0), sem="release", scope="sys",
     )  # fmt: skip
@@ -136,9 +155,25 @@ def reset_arrivals(state_ptr, channel, NUM_CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def wanted(state_ptr, channel):
-    """The count that this call's wait on `channel` is for."""
-    return tl.load(state_ptr + channel) + 1
+def wanted(state_ptr, channel, releases):
+    """The count that a wait on `channel` is for, in a call that releases it `releases` times."""
+    return tl.load(state_ptr + channel) + releases
+
+
+@triton.jit
+def read_words(words_ptr, awaited, INTERPRET: tl.constexpr):
+    """The words of `awaited` lanes, 0 elsewhere, each with acquire order: once a barrier follows,
+    all threads of the program see what was stored before the releases that the words count."""
+    if INTERPRET:
+        words = tl.load(words_ptr, mask=awaited, other=0, volatile=True)
+    else:
+        words = tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.u64 $0, 0; "
+            "@p ld.acquire.sys.global.u64 $0, [$1]; }",
+            "=l,l,r", [words_ptr.to(tl.int64), awaited.to(tl.int32)], dtype=tl.int64,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+    return words
 
 
 @triton.jit
@@ -163,15 +198,15 @@ def wait(
 
     After it, everything those ranks stored before their release is visible to this program.
     Returns 1 where it is; 0 after a timeout, a phase error, or where the status word held either
-    before. A late peer whose releases on all channels together have passed this rank's is in
-    another call: a phase error, known at once.
+    before. A late peer that is in another call (unexpected_channel) is a phase error, known at
+    once.
     """
     # One element a thread, of which the first R read: few requests, and one verdict for all warps.
     source = tl.arange(0, POLL)
     awaited = source < R
     awaited = awaited & (tl.load(alive_ptr + source, mask=awaited, other=0) != 0)
     poll_ptr = flags_ptr + channel * R + source
-    seen = count_of(tl.load(poll_ptr, mask=awaited, other=0, volatile=True))
+    seen = count_of(read_words(poll_ptr, awaited, INTERPRET))
     late = awaited & ((seen - want) < 0)
     waiting = tl.max(late.to(tl.int32), 0)
     if waiting > 0:
@@ -180,7 +215,7 @@ def wait(
     spins = 0
     start = tl.full((), 0, tl.int64)
     while waiting > 0:
-        seen = count_of(tl.load(poll_ptr, mask=awaited, other=0, volatile=True))
+        seen = count_of(read_words(poll_ptr, awaited, INTERPRET))
         late = awaited & ((seen - want) < 0)
         waiting = tl.max(late.to(tl.int32), 0)
         spins += 1
@@ -192,56 +227,74 @@ def wait(
             else:
                 peer = tl.min(tl.where(late, source, POLL), 0)
                 other = unexpected_channel(
-                    flags_ptr, state_ptr, channel, want, peer, rank, NUM_CHANNELS, CHANNELS_P, R
+                    flags_ptr, channel, want, peer, rank, NUM_CHANNELS, CHANNELS_P, R
                 )
                 expired = (now_ns(POLL, INTERPRET) - start > timeout_ns) | INTERPRET
                 if (other >= 0) | expired:
                     if tl.atomic_cas(status_ptr + 1, 0, channel + 1) == 0:
                         at = tl.atomic_add(flags_ptr + channel * R + peer, 0)
-                        tl.store(status_ptr + 2, peer)
-                        tl.store(status_ptr + 3, count_of(at))
-                        tl.store(status_ptr + 4, want)
-                        tl.store(status_ptr + 5, other + 1)
+                        host = tl.load((status_ptr + _STATUS_WORDS).to(tl.pointer_type(tl.int64)))
+                        host_ptr = host.to(tl.pointer_type(tl.int32))
+                        tl.store(host_ptr + 1, channel + 1)
+                        _store_failure(status_ptr, peer, count_of(at), want, other)
+                        _store_failure(host_ptr, peer, count_of(at), want, other)
                         tl.debug_barrier()
                         bit = tl.where(other >= 0, PHASE, TIMEOUT)
-                        tl.atomic_or(status_ptr, bit, sem="release", scope="gpu")
+                        tl.atomic_or(status_ptr, bit, sem="release", scope="sys")
+                        tl.store(host_ptr, bit)
                     waiting = waiting * 0
-    # The acquire that pairs with each sender's release; its result keeps it from being weakened.
-    ranks = tl.arange(0, RP)
-    live = (ranks < R) & (tl.load(alive_ptr + ranks, mask=ranks < R, other=0) != 0)
-    word = tl.atomic_add(
-        flags_ptr + channel * R + ranks, tl.zeros([RP], tl.int64), mask=live, sem="acquire",
-        scope="sys",
-    )  # fmt: skip
-    missing = tl.max((live & ((count_of(word) - want) < 0)).to(tl.int32), 0)
+    missing = tl.max(late.to(tl.int32), 0)
     tl.debug_barrier()
     return 1 - missing
 
 
 @triton.jit
+def _store_failure(words_ptr, peer, seen, want, other):
+    """Words 2 to 5 of a status."""
+    tl.store(words_ptr + 2, peer)
+    tl.store(words_ptr + 3, seen)
+    tl.store(words_ptr + 4, want)
+    tl.store(words_ptr + 5, other + 1)
+
+
+@triton.jit
+def announcing(channel):
+    """The channel by which the main stream tells of a release on `channel`: another one where
+    copies do the releasing, else `channel` itself."""
+    phase = channel % _NUM_PHASES
+    by = tl.where(phase == _ROWS, _DISPATCH, tl.where(phase >= _COPIES, _ANNOUNCE, phase))
+    return channel - phase + by
+
+
+@triton.jit
 def unexpected_channel(
-    flags_ptr, state_ptr, channel, want, peer, rank,
+    flags_ptr, channel, want, peer, rank,
     NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """The channel on which a late peer ran ahead of this rank, or -1.
+    """The main-stream channel on which a late peer ran ahead of this rank, or -1.
 
-    All ranks release in one order. So once this rank's own release of the call is out, a peer with
-    as many releases in total, but not this one, has issued another call in its place. Everything
-    is read by atomics, which one thread performs for all.
+    All ranks release these channels in one order. So once this rank's own release of the call is
+    out, a peer that has released another channel more often, but not this one, has issued another
+    call in its place. A peer that has announced the call is in it, however late its copies are.
+    Everything is read by atomics, which one thread performs for all. The peer's words are read
+    first and this rank's last: what is released in between can only look as if this rank were
+    ahead.
     """
     channels = tl.arange(0, CHANNELS_P)
-    known = channels < NUM_CHANNELS
+    ordered = (channels < NUM_CHANNELS) & (announcing(channels) == channels)
     none = tl.zeros([CHANNELS_P], tl.int64)
+    words_ptr = flags_ptr + channels * R
     theirs = count_of(
-        tl.atomic_add(flags_ptr + channels * R + peer, none, mask=known, sem="acquire", scope="sys")
+        tl.atomic_add(words_ptr + peer, none, mask=ordered, sem="acquire", scope="sys")
     )
     tl.debug_barrier()
-    own = count_of(tl.atomic_add(flags_ptr + channel * R + rank, 0, sem="acquire", scope="sys"))
-    late = count_of(tl.atomic_add(flags_ptr + channel * R + peer, 0, sem="acquire", scope="sys"))
-    mine = tl.load(state_ptr + channels, mask=known, other=0)
-    zeros = tl.zeros([CHANNELS_P], tl.int32)
-    mine += tl.atomic_add(state_ptr + NUM_CHANNELS + channels, zeros, mask=known)
-    ahead = tl.sum(tl.where(known, theirs - mine, 0), 0)
-    wrong = ((own - want) >= 0) & ((late - want) < 0) & (ahead >= 0)
-    elsewhere = tl.min(tl.where(known & ((theirs - mine) > 0), channels, CHANNELS_P), 0)
-    return tl.where(wrong & (elsewhere < CHANNELS_P), elsewhere, -1)
+    by = announcing(channel)
+    own = count_of(tl.atomic_add(flags_ptr + by * R + rank, 0, sem="acquire", scope="sys"))
+    late = count_of(tl.atomic_add(flags_ptr + by * R + peer, 0, sem="acquire", scope="sys"))
+    tl.debug_barrier()
+    mine = count_of(tl.atomic_add(words_ptr + rank, none, mask=ordered, sem="acquire", scope="sys"))
+    is_out = (by != channel) | ((own - want) >= 0)
+    ahead = tl.where(ordered & ((theirs - mine) > 0), channels, CHANNELS_P)
+    elsewhere = tl.min(ahead, 0)
+    wrong = is_out & ((late - own) < 0) & (elsewhere < CHANNELS_P)
+    return tl.where(wrong, elsewhere, -1)

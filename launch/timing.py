@@ -2,7 +2,7 @@
 
 On a CPU, and on accelerators other than CUDA: a barrier, then the wall clock around the call, the
 device's own work included. On CUDA: events on the stream, either
-around eager calls after a barrier, or inside a captured graph of several back-to-back pairs, so
+around eager calls that all ranks of a host begin at one agreed time, or inside a captured graph of several back-to-back pairs, so
 that neither the host nor the launch is in the figure.
 """
 
@@ -23,6 +23,8 @@ from moe_comm.launch.worker import Ranks
 GRAPH_PAIRS = 10
 # Larger than any L2 so far (H200: 50 MB).
 _FLUSH_BYTES = 256 << 20
+# Longer than an exchange between processes takes.
+_HEAD_START_NS = 1_000_000
 
 
 class Subject(Protocol):
@@ -101,19 +103,29 @@ def time_host(subject: Subject, ranks: Ranks, *, iters: int, warmup: int) -> Sam
 def time_eager(
     subject: Subject, ranks: Ranks, *, iters: int, warmup: int, flush_l2: bool
 ) -> Samples:
-    """CUDA events around eager calls, ranks aligned by a host barrier. Collective."""
+    """CUDA events around eager calls that all ranks begin together. Collective."""
     flush = _flusher(ranks.device, enabled=flush_l2)
     marks = []
     for index in range(warmup + iters):
         flush()
         torch.cuda.synchronize(ranks.device)
-        ranks.gather(None, what="dispatch")
+        begin_together(ranks)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         _record_pair(subject, events)
         if index >= warmup:
             marks.append(events)
     torch.cuda.synchronize(ranks.device)
     return _read_marks(marks)
+
+
+def begin_together(ranks: Ranks) -> None:
+    """Return on all ranks at once. After an exchange between processes one rank goes on a hundred
+    microseconds before another, which its first call would then spend waiting; so ranks of one host
+    agree on a time of its clock. Across hosts the exchange is all there is. Collective."""
+    start = max(ranks.gather(time.monotonic_ns(), what="dispatch")) + _HEAD_START_NS
+    if ranks.group.num_nodes == 1:
+        while time.monotonic_ns() < start:
+            pass
 
 
 def time_graph(

@@ -37,7 +37,7 @@ class Group:
         self.pg: dist.ProcessGroup = chosen
         self.rank: int = dist.get_rank(self.pg)
         self.num_ranks: int = dist.get_world_size(self.pg)
-        self.device = torch.device(device) if device is not None else default_device(self.pg)
+        self.device = indexed(device) if device is not None else default_device(self.pg)
         self.node_of_rank = self._find_nodes()
 
     def _find_nodes(self) -> tuple[int, ...]:
@@ -85,6 +85,14 @@ def backend_for(pg: dist.ProcessGroup, device_type: str) -> str:
         if backend and kind == device_type:
             return backend
     return name
+
+
+def indexed(device: torch.device | str) -> torch.device:
+    """The device with its number: "cuda" alone means the current one, and libraries ask for it."""
+    chosen = torch.device(device)
+    if chosen.index is None and chosen.type != "cpu":
+        return torch.device(chosen.type, torch.accelerator.current_device_index())
+    return chosen
 
 
 def default_device(pg: dist.ProcessGroup) -> torch.device:

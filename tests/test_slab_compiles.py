@@ -70,7 +70,10 @@ def compiled(monkeypatch, tmp_path):
     return found
 
 
-def launch(num_ranks: int, tokens: int, bucket: int, mode: str, **shape: Any) -> None:
+def launch(
+    num_ranks: int, tokens: int, bucket: int, mode: str, *, puts: bool = False,
+    nvshmem: bool = False, **shape: Any,
+) -> None:  # fmt: skip
     """A dispatch and a combine of one rank, halves together and apart, and a release."""
     from moe_comm import EPConfig
     from moe_comm.backends.slab_engine import SlabEngine, region_sizes
@@ -84,7 +87,10 @@ def launch(num_ranks: int, tokens: int, bucket: int, mode: str, **shape: Any) ->
         | shape
     )
     placement = config.placement_for(num_ranks)
-    memory = VirtualSymmetricMemory.create(num_ranks, region_sizes(config, num_ranks), cpu)[1]
+    sizes = region_sizes(config, num_ranks, puts=puts)
+    memory = VirtualSymmetricMemory.create(num_ranks, sizes, cpu, puts=puts)[1]
+    if nvshmem:
+        memory.pes = torch.zeros(num_ranks, dtype=torch.int32)
     engine = SlabEngine(
         config,
         rank=1,
@@ -128,7 +134,7 @@ def launch(num_ranks: int, tokens: int, bucket: int, mode: str, **shape: Any) ->
 )
 def test_every_launch_compiles(compiled, num_ranks, tokens, bucket, mode, shape) -> None:
     launch(num_ranks, tokens, bucket, mode, **shape)
-    assert {"_dispatch_kernel", "_combine_kernel", "_release_kernel"} <= set(compiled)
+    assert {"_dispatch_kernel", "_combine_kernel", "_free_slot_kernel"} <= set(compiled)
     for name, kernels in compiled.items():
         for kernel in kernels:
             # Rows are stored 16 bytes a thread where they can be: an address that Triton does not

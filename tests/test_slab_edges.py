@@ -92,55 +92,6 @@ def test_an_empty_bucket(mode) -> None:
     _world(2, mode).round_trip((0, 0), torch.Generator().manual_seed(19), bucket=0)
 
 
-@inside
-@pytest.mark.parametrize("released", [False, True])
-def test_copied_rows_keep_their_order_with_the_kernel(released, monkeypatch) -> None:
-    """The kernel waits for the readers of a released slot, so copies then come after it; and rows
-    are released after ids always, since a rank that is ahead by one release is in another call."""
-    world = _world(2, "high-throughput")
-    inputs = world.inputs((9, 3), torch.Generator().manual_seed(20))
-    if released:
-        world.dispatch(inputs)
-        for engine in world.engines:
-            engine.signal_release(0)
-    done: list[str] = []
-    engine = world.engines[0]
-
-    def recorded(name):
-        real = getattr(engine, name)
-
-        def step(*args, **options):
-            done.append(name)
-            return real(*args, **options)
-
-        return step
-
-    for name in ("_fork", "_copy_rows", "_dispatch_kernel", "_release"):
-        monkeypatch.setattr(engine, name, recorded(name))
-    world.check_dispatched(world.dispatch(inputs), world.reference.dispatch(inputs))
-    before_receive = done[: done.index("_release") + 1]
-    kernel = before_receive.index("_dispatch_kernel")
-    assert "_fork" in before_receive[kernel:]
-    copies = before_receive.index("_copy_rows")
-    if released:
-        assert "_fork" in before_receive[kernel:copies]
-    else:
-        assert copies < kernel
-
-
-@inside
-def test_rows_released_before_ids_would_pass_for_another_call() -> None:
-    from moe_comm.kernels.signal import ROWS
-    from moe_comm.status import StatusBit
-
-    world = _world(2, "high-throughput")
-    world.engines[1]._release(0, ROWS)
-    world.engines[1].status.fill_(int(StatusBit.TIMEOUT))  # its dispatch releases nothing
-    world.engines[0]._release = lambda slot, phase: None  # its rows are still on their way
-    world.dispatch(world.inputs((9, 3), torch.Generator().manual_seed(21)))
-    assert world.engines[0].read_status().bits == StatusBit.PHASE
-
-
 def _communicator(**shape):
     from types import SimpleNamespace
 

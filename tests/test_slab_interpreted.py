@@ -148,8 +148,9 @@ def test_a_rank_that_did_not_send_is_named() -> None:
     status = world.engines[0].read_status()
     assert status.bits == StatusBit.TIMEOUT
     assert (status.phase, status.peer) == ("dispatch", 1)
-    assert status.wanted is not None
-    assert status.seen == status.wanted - 1 if status.wanted != -(2**31) else 2**31 - 1
+    assert status.wanted is not None and status.seen is not None
+    # One program puts the ids of so few tokens, and would have released once.
+    assert (status.wanted - status.seen) % 2**32 == 1
     assert int(got[0].expert_offsets[-1]) == 0
     assert bool((got[0].row_index == -1).all())
     rows = [torch.zeros(d.row_index.shape[0], 48, dtype=torch.bfloat16) for d in got]

@@ -27,7 +27,7 @@ def masked(context: RankContext) -> None:
     counters[RELEASE] = 3 + group.rank
     comm.mask_rank(1)
     assert int(counters[COMBINE]) == -(2**31)
-    assert int(counters[RELEASE]) == int(comm.engine.state[2, RELEASE]) == 5
+    assert int(counters[RELEASE]) == 5
     assert int(counters[0]) == 0
     with pytest.raises(ValueError, match="rank: expected one of the other live ranks"):
         comm.mask_rank(1)

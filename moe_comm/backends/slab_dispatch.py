@@ -7,13 +7,17 @@ puts ids and weights while whole blocks of rows travel by copies.
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from moe_comm.backends.slab_launch import Form, Places, launch
 from moe_comm.backends.slab_modes import Plan
 from moe_comm.backends.slab_payloads import pack_payloads, payload_layout, payload_views
-from moe_comm.backends.slab_state import WIRE_CODE, SlabState, alignment, next_power_of_2
+from moe_comm.backends.slab_put import PutLaunches
+from moe_comm.backends.slab_staging import DISPATCH_PIECES, Staged
+from moe_comm.backends.slab_state import WIRE_CODE, alignment, next_power_of_2
 from moe_comm.calls import DispatchCall
 from moe_comm.handle import Dispatched, DispatchHandle
 
@@ -28,81 +32,193 @@ def chunk_edges(num_rows: int, chunks: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(marks))
 
 
-class DispatchLaunches(SlabState):
+class Inputs(NamedTuple):
+    """What the launches of a dispatch read, made before the first of them: where memory is short,
+    that is found out while nothing has been sent.
+
+    Fields: tensors as the kernel takes them (`_empty` where there is none), and what the constants
+    of the kernel depend on: bytes of a token's given scales and payload, and of a value. `stream`:
+    the handle of the stream that sends."""
+
+    x: Tensor
+    scales: Tensor
+    topk_idx: Tensor
+    topk_weights: Tensor
+    payload: Tensor
+    num_tokens: Tensor
+    stream: int
+    quantizes: bool
+    on_device: bool
+    scale_bytes: int
+    payload_bytes: int
+    value_bytes: int
+
+
+class DispatchLaunches(PutLaunches):
     """The dispatch half of SlabEngine."""
 
     def dispatch(self, call: DispatchCall, *, send: bool, receive: bool) -> Dispatched | None:
         """Enqueue the halves asked for; the result where `receive`."""
-        plan = self.tuning.plan(self.config, call.bucket)
-        if plan.mode == "low-latency":
+        self._follow()
+        if call.prepared is None:
+            call.prepared = self._inputs(call)
+        self.under_way = True
+        plan = self._plan(call.bucket)
+        if self.memory.puts:
+            self._dispatch_by_puts(call, plan, send=send, receive=receive)
+        elif plan.mode == "low-latency":
             self._dispatch_kernel(call, plan, send=send, receive=receive)
         else:
             self._dispatch_by_copies(call, plan, send=send, receive=receive)
-        return self._dispatched(call, plan) if receive else None
+        if not receive:
+            return None
+        self._used_here(call.prepared.stream, *call.prepared[:6])
+        call.prepared = None
+        return self._dispatched(call)
+
+    def _inputs(self, call: DispatchCall) -> Inputs:
+        wire, nothing = self.config.wire, self._empty
+        x, num_tokens = call.x, call.num_tokens
+        if x.stride(-1) != 1:
+            x = x.contiguous()
+        scales, scale_bytes = nothing, 0
+        if call.scales is not None:
+            scales = call.scales.contiguous().view(torch.uint8)
+            scale_bytes = scales.shape[1]
+        payload, payload_bytes = nothing, 0
+        if call.payloads:
+            payload = pack_payloads(call, self.config.max_payload_bytes)
+            payload_bytes = payload.shape[1]
+        on_device = isinstance(num_tokens, Tensor)
+        return Inputs(
+            x, scales, call.topk_idx.contiguous(), call.topk_weights.contiguous(), payload,
+            num_tokens if isinstance(num_tokens, Tensor) else nothing, self._last_handle,
+            wire.scale_dtype is not None and not call.is_quantized, on_device, scale_bytes,
+            payload_bytes, 1 if wire.scale_dtype is not None else x.element_size(),
+        )  # fmt: skip
 
     def _dispatch_kernel(
         self, call: DispatchCall, plan: Plan, *, send: bool, receive: bool, rows_to: int = 2,
         release_after: bool = True, tokens: tuple[int, int] | None = None,
+        staged: Staged | None = None,
     ) -> None:  # fmt: skip
         """Put rows (to whom `rows_to` says), ids and weights of a range of tokens; wait for every
         source; index, in this launch where choices are few."""
-        from moe_comm.kernels import expert_index as index
-        from moe_comm.kernels.dispatch import _dispatch_kernel
-        from moe_comm.kernels.signal import COMBINE, DISPATCH, MAX_CHUNKS, RELEASE
+        from moe_comm.kernels.dispatch import ID_TOKENS, _dispatch_kernel
+        from moe_comm.kernels.signal import ROWS
 
-        config, wire, hidden, bucket = (
-            self.config,
-            self.config.wire,
-            self.config.hidden,
-            call.bucket,
-        )
+        inputs: Inputs = call.prepared
+        number, bucket = call.slot, call.bucket
         begin, end = tokens if tokens is not None else (0, bucket)
-        slot, number, experts = self._slots[call.slot], call.slot, self.num_local_experts
-        x = call.x if call.x.stride(-1) == 1 else call.x.contiguous()
-        quantizes = wire.scale_dtype is not None and not call.is_quantized
-        block, warps = self._block(wire, combine=False)
-        blocks = -(-hidden // block) if rows_to else 1
-        senders = min(max((end - begin) * blocks, 1), plan.dispatch_programs) if send else 0
-        choices = self.num_ranks * bucket * config.num_topk
-        index_here = receive and call.reuse is None and choices <= index.ONE_LAUNCH_CHOICES
-        receivers = index.one_launch_programs(choices, experts) if index_here else 1
-        payload = pack_payloads(call, config.max_payload_bytes)
-        width = payload.shape[1] if payload is not None else 0
-        scales, scale_bytes = self._empty, 0
-        if call.scales is not None:
-            scales = call.scales.contiguous().view(torch.uint8)
-            scale_bytes = scales.shape[1]
-        value_bytes = 1 if wire.scale_dtype is not None else x.element_size()
-        on_device = isinstance(call.num_tokens, Tensor)
-        _dispatch_kernel[(senders + (receivers if receive else 0),)](
-            x, scales, call.topk_idx.contiguous(), call.topk_weights.contiguous(),
-            payload if payload is not None else self._empty,
-            call.num_tokens if on_device else self._empty,
-            0 if on_device else call.num_tokens, begin, end, call.num_rows, self.routing_table,
-            self.num_copies, self.alive, self.memory.peers,
-            self._base("dispatch_rows", number), self._base("dispatch_scales", number),
-            self._base("topk_idx", number), self._base("topk_weights", number),
-            self._base("payloads", number), self.memory.regions.offsets["flags"],
-            self._ids(number, bucket), self._weights(number, bucket), self.flags, slot.choice_rank,
-            slot.fold_rank, slot.fold_count, slot.tokens, slot.readable, slot.offsets,
-            slot.row_index,
-            slot.position, slot.order, slot.order_weights, slot.order_count, self.state,
-            self.status, self._channel(number, DISPATCH), self._channel(number, COMBINE),
-            self._channel(number, RELEASE), self.rank, bucket, self._capacity(bucket),
-            config.num_experts, experts, x.stride(0), senders, self._timeout_ns(),
-            H=hidden, G=scale_bytes or max(wire.num_groups(hidden), 1),
-            GP=next_power_of_2(scale_bytes) if scale_bytes else 0,
-            GROUP=wire.group if quantizes else block, K=config.num_topk,
-            KP=next_power_of_2(config.num_topk), C=self.routing_table.shape[1], BLOCK=block,
-            WIRE=WIRE_CODE[wire.name] if quantizes else 0, VALUE_BYTES=value_bytes,
-            PAYLOAD=width, PAYLOAD_P=next_power_of_2(width) if width else 0, ROWS_TO=rows_to,
-            ROW_ALIGN=alignment(hidden * value_bytes), T_ON_DEVICE=on_device,
-            RELEASE_AFTER=release_after, CHUNKS=MAX_CHUNKS, SEND=send, RECEIVE=receive,
-            INDEX=index_here, QUERY=index.QUERIES, INDEX_BLOCK=index.one_launch_block(choices),
-            POLL=self._poll(warps), num_warps=warps, **self._common,
+        form = self._dispatch_form(
+            plan, bucket, inputs, rows_to=rows_to, releases=release_after, send=send,
+            receive=receive, indexes=receive and call.reuse is None,
         )  # fmt: skip
-        if receive and not index_here and call.reuse is None:
+        # Each program releases what it put, unless there are very many words to tell. Only the one
+        # launch of a low-latency dispatch has the same programs on every rank.
+        ids = max(1, min(-(-(end - begin) // ID_TOKENS), plan.dispatch_programs))
+        rows = max(1, min((end - begin) * form.blocks, plan.dispatch_programs))
+        direct = form.options["DIRECT"]
+        if staged is None:
+            key = ("dispatch", number, bucket)
+            places = self._kept(key, lambda: self._dispatch_places(number, bucket, None))
+        else:
+            places = self._dispatch_places(number, bucket, staged)
+        given = (
+            inputs.x, inputs.scales, inputs.topk_idx, inputs.topk_weights, inputs.payload,
+            inputs.num_tokens, 0 if inputs.on_device else call.num_tokens, begin, end,
+            call.num_rows, inputs.x.stride(0), ids, rows, ids if direct else 1,
+            rows if direct else 1,
+        )  # fmt: skip
+        count = (ids + rows if send else 0) + (form.receivers if receive else 0)
+        launch(_dispatch_kernel, count, places, form, given)
+        if receive and not form.indexes and call.reuse is None:
             self._index_by_launches(call)
+            if self._rows_apart(plan):
+                self._wait(number, ROWS, releases=rows if direct else 1)
+
+    def _rows_apart(self, plan: Plan) -> bool:
+        """Whether the dispatch kernel releases rows by themselves."""
+        return plan.mode == "low-latency" and not self.memory.puts
+
+    def _dispatch_places(self, number: int, bucket: int, staged: Staged | None) -> Places:
+        """The kernel's arguments that a slot's calls of this bucket have in common."""
+        from moe_comm.kernels.dispatch import _dispatch_kernel
+        from moe_comm.kernels.signal import COMBINE, DISPATCH, ROWS
+
+        slot = self._slots[number]
+        offsets = {
+            name: self._base(name, number) if staged is None else staged.offset(name)
+            for name in DISPATCH_PIECES
+        }
+        return Places(
+            _dispatch_kernel, 15,
+            copy_table_ptr=self.routing_table, num_copies_ptr=self.num_copies,
+            alive_ptr=self.alive, peers_ptr=self.memory.peers if staged is None else staged.table,
+            rows_offset=offsets["dispatch_rows"], scales_offset=offsets["dispatch_scales"],
+            ids_offset=offsets["topk_idx"], weights_offset=offsets["topk_weights"],
+            payload_offset=offsets["payloads"], flags_offset=self.memory.regions.offsets["flags"],
+            ids_ptr=self._ids(number, bucket), weights_ptr=self._weights(number, bucket),
+            flags_ptr=self.flags, choice_rank_ptr=slot.choice_rank, fold_rank_ptr=slot.fold_rank,
+            fold_count_ptr=slot.fold_count, tokens_out_ptr=slot.tokens, readable_ptr=slot.readable,
+            offsets_ptr=slot.offsets, row_index_ptr=slot.row_index, position_ptr=slot.position,
+            order_ptr=slot.order, order_weights_ptr=slot.order_weights,
+            order_count_ptr=slot.order_count, state_ptr=self.state, status_ptr=self.status,
+            channel=self._channel(number, DISPATCH), rows_channel=self._channel(number, ROWS),
+            combine_channel=self._channel(number, COMBINE), rank=self.rank, bucket=bucket,
+            capacity=self._capacity(bucket), E=self.config.num_experts, L=self.num_local_experts,
+            timeout_ns=self._wait_ns,
+        )  # fmt: skip
+
+    def _dispatch_form(
+        self, plan: Plan, bucket: int, inputs: Inputs, *, rows_to: int, releases: bool, send: bool,
+        receive: bool, indexes: bool,
+    ) -> Form:  # fmt: skip
+        # The constants' part of the inputs.
+        key = ("form", bucket, inputs[7:], rows_to, releases, send, receive, indexes)
+
+        def make() -> Form:
+            from moe_comm.kernels import expert_index as index
+            from moe_comm.kernels.dispatch import ID_TOKENS
+            from moe_comm.kernels.signal import COMBINE_PHASES
+
+            config, wire, tuning = self.config, self.config.wire, self.tuning
+            block, warps = self._dispatch_block()
+            apart = self._rows_apart(plan)
+            choices = self.num_ranks * bucket * config.num_topk
+            index_here = indexes and choices <= index.ONE_LAUNCH_CHOICES
+            receivers = 1
+            if index_here:
+                receivers = index.one_launch_programs(
+                    choices, self.num_local_experts, tuning.index_queries
+                )
+            scale_bytes, width = inputs.scale_bytes, inputs.payload_bytes
+            counting = index.one_launch_form(
+                choices, self.num_local_experts, interpreted=self._interpret
+            )
+            options = dict(
+                H=config.hidden, G=scale_bytes or max(wire.num_groups(config.hidden), 1),
+                GP=next_power_of_2(scale_bytes) if scale_bytes else 0,
+                GROUP=wire.group if inputs.quantizes else block, K=config.num_topk,
+                KP=next_power_of_2(config.num_topk), C=self.routing_table.shape[1], BLOCK=block,
+                WIRE=WIRE_CODE[wire.name] if inputs.quantizes else 0,
+                VALUE_BYTES=inputs.value_bytes, PAYLOAD=width,
+                PAYLOAD_P=next_power_of_2(width) if width else 0, ROWS_TO=rows_to,
+                ROW_ALIGN=alignment(config.hidden * inputs.value_bytes),
+                TOKENS=ID_TOKENS, T_ON_DEVICE=inputs.on_device, RELEASE_IDS=releases,
+                RELEASE_ROWS=releases and apart,
+                # Where later launches index, yet another one waits for the rows.
+                WAIT_ROWS=apart and (index_here or not indexes),
+                DIRECT=plan.mode == "low-latency" and self._tells_directly, CHUNKS=COMBINE_PHASES,
+                SEND=send, RECEIVE=receive, INDEX=index_here, QUERY=tuning.index_queries,
+                INDEX_BLOCK=counting["BLOCK"], INDEX_UNROLL=counting["UNROLL"],
+                EXACT=counting["EXACT"], POLL=self._poll(warps), num_warps=warps, **self._common,
+            )  # fmt: skip
+            return Form(
+                options, blocks=-(-config.hidden // block), receivers=receivers, indexes=index_here
+            )
+
+        return self._kept(key, make)
 
     def _index_by_launches(self, call: DispatchCall) -> None:
         from moe_comm.kernels.expert_index import Order, expert_index
@@ -126,6 +242,20 @@ class DispatchLaunches(SlabState):
             one_launch=False,
         )
 
+    def _dispatch_by_puts(
+        self, call: DispatchCall, plan: Plan, *, send: bool, receive: bool
+    ) -> None:
+        """Both modes where stores do not reach every rank: one launch writes what each rank shall
+        have to this rank's own block, the next forwards it, and the usual one waits and indexes."""
+        if send:
+            staged = self._stage_dispatch(call)
+            self._dispatch_kernel(
+                call, plan, send=True, receive=False, release_after=False, staged=staged
+            )
+            self._forward_dispatch(call, staged)
+        if receive:
+            self._dispatch_kernel(call, plan, send=False, receive=True)
+
     def _dispatch_by_copies(
         self, call: DispatchCall, plan: Plan, *, send: bool, receive: bool
     ) -> None:
@@ -134,26 +264,25 @@ class DispatchLaunches(SlabState):
         from moe_comm.kernels.signal import ROWS
 
         if send:
-            quantizes = self.config.wire.scale_dtype is not None and not call.is_quantized
+            inputs: Inputs = call.prepared
+            quantizes = inputs.quantizes
             chunks = plan.dispatch_chunks if quantizes else 1
-            # Where the slot was ever given back without a combine, the kernel waits for its
-            # readers, and rows must not travel before.
-            at_once = not quantizes and call.slot not in self._released_slots
+            # No rank reads the slot any more: the call that freed it has waited for all of them.
             self._fork()
-            if at_once:
+            if quantizes:
+                for begin, end in chunk_edges(call.num_rows, chunks):
+                    last = end == call.num_rows
+                    self._dispatch_kernel(
+                        call, plan, send=True, receive=False, rows_to=1, release_after=last,
+                        tokens=(begin, call.bucket if last else end),
+                    )  # fmt: skip
+                    self._fork()
+                    self._copy_rows(call, begin, end, from_x=False)
+            else:
                 self._copy_rows(call, 0, call.num_rows, from_x=True)
-            for begin, end in chunk_edges(call.num_rows, chunks):
-                last = end == call.num_rows
-                self._dispatch_kernel(
-                    call, plan, send=True, receive=False, rows_to=1, release_after=last,
-                    tokens=(begin, call.bucket if last else end),
-                )  # fmt: skip
-                self._fork()
-                if not at_once:
-                    self._copy_rows(call, begin, end, from_x=not quantizes)
-            # After the kernel's release, as on every rank: a peer that saw this one alone would
-            # take it for another call's.
-            self._release(call.slot, ROWS)
+                self._dispatch_kernel(call, plan, send=True, receive=False, rows_to=1)
+            with torch.cuda.stream(self._side):
+                self._release(call.slot, ROWS)
         if receive:
             self._dispatch_kernel(call, plan, send=False, receive=True)
             self._wait(call.slot, ROWS)
@@ -164,44 +293,24 @@ class DispatchLaunches(SlabState):
         has put into the own slab."""
         if end <= begin:
             return
-        hidden, wire = self.config.hidden, self.config.wire
-        dtype = call.x.dtype if from_x else (wire.value_dtype or call.x.dtype)
-        start = self.rank * call.bucket + begin
-        pieces = [("dispatch_rows", (end - begin, hidden), dtype, hidden)]
+        wire, hidden, x = self.config.wire, self.config.hidden, call.prepared.x
+        pieces = [("dispatch_rows", x.dtype if from_x else wire.value_dtype or x.dtype, hidden)]
         if wire.scale_dtype is not None and not from_x:
-            groups = wire.num_groups(hidden)
-            pieces.append(("dispatch_scales", (end - begin, groups), wire.scale_dtype, groups))
+            pieces.append(("dispatch_scales", wire.scale_dtype, wire.num_groups(hidden)))
         with torch.cuda.stream(self._side):
-            for step in range(1, self.num_ranks):
-                peer = (self.rank + step) % self.num_ranks
-                if peer in self.masked:
-                    continue
-                for name, shape, kind, row in pieces:
-                    offset = self._offset(name, call.slot) + start * row * kind.itemsize
-                    source = (
-                        call.x[begin:end]
-                        if from_x
-                        else self.memory.view(name, shape, kind, offset=offset)
-                    )
-                    self.memory.peer_view(peer, name, shape, kind, offset=offset).copy_(
-                        source, non_blocking=True
-                    )
+            for name, kind, columns in pieces:
+                place = (name, call.slot, call.bucket, kind, columns)
+                source = x if from_x else self._rows_at(self.rank, *place)
+                for step in range(1, self.num_ranks):
+                    peer = (self.rank + step) % self.num_ranks
+                    if peer not in self.masked:
+                        target = self._rows_at(peer, *place)
+                        target[begin:end].copy_(source[begin:end], non_blocking=True)
 
-    def _dispatched(self, call: DispatchCall, plan: Plan) -> Dispatched:
-        config, wire, bucket, ranks = self.config, self.config.wire, call.bucket, self.num_ranks
-        slot, hidden = self._slots[call.slot], config.hidden
-        dtype = wire.value_dtype or call.x.dtype
-        offset = self._offset("dispatch_rows", call.slot)
-        rows = self.memory.view("dispatch_rows", (ranks, bucket, hidden), dtype, offset=offset)
-        scales = None
-        if wire.scale_dtype is not None:
-            groups = wire.num_groups(hidden)
-            scales = self.memory.view(
-                "dispatch_scales", (ranks, bucket, groups), wire.scale_dtype,
-                offset=self._offset("dispatch_scales", call.slot),
-            )  # fmt: skip
-        weights = self._weights(call.slot, bucket)
-        position = slot.position[: ranks * bucket]
+    def _dispatched(self, call: DispatchCall) -> Dispatched:
+        bucket, rows = call.bucket, self.num_ranks * call.bucket
+        slot = self._slots[call.slot]
+        arrived = self._received(call.slot, bucket, call.x.dtype)
         handle = DispatchHandle(
             call=call.call,
             slot=call.slot,
@@ -211,21 +320,25 @@ class DispatchLaunches(SlabState):
             topk_idx=call.topk_idx,
             choice_rank=slot.choice_rank[: call.num_rows],
             topk_weights=call.topk_weights,
-            received_weights=weights,
-            choice_position=position,
+            received_weights=arrived.weights,
+            choice_position=self._kept(
+                ("position", call.slot, bucket), lambda: slot.position[:rows]
+            ),
             num_tokens_per_rank=slot.tokens,
-            state=plan,
         )
         return Dispatched(
-            rows=rows,
-            scales=scales,
-            topk_idx=self._ids(call.slot, bucket).view(weights.shape),
-            topk_weights=weights,
+            rows=arrived.rows,
+            scales=arrived.scales,
+            topk_idx=arrived.ids,
+            topk_weights=arrived.weights,
             num_tokens_per_rank=slot.tokens,
             payloads=self._payloads(call),
             expert_offsets=slot.offsets,
-            row_index=slot.row_index[: self._capacity(bucket)],
-            wire=wire,
+            row_index=self._kept(
+                ("row_index", call.slot, bucket),
+                lambda: slot.row_index[: self._capacity(bucket)],
+            ),
+            wire=self.config.wire,
             handle=handle,
         )
 

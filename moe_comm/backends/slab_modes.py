@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_comm.config import EPConfig
+
+MODES = ("auto", "low-latency", "high-throughput")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,12 @@ class SlabTuning:
         copy_from_bytes, combine_copy_from_bytes: bytes to one peer from which dispatch and combine
             take copies instead of stores.
         combine_chunk_tokens: tokens of one combine chunk.
+        combine_few: programs up to which a combine takes smaller blocks to have more of them.
+        direct_ranks: up to this many ranks each program of a low-latency call tells every rank
+            itself; beyond, the last one does for all.
+        index_queries: choices of one program of the index.
+        combine_unroll: loads of expert rows in flight at a time; 0: as many as a row has.
+        put_programs, put_warps: programs that forward what is put, and their warps.
         *_block, *_warps: columns and warps of a program; *_programs: the most programs of a role.
     """
 
@@ -46,6 +54,27 @@ class SlabTuning:
     combine_send_programs: int = 1056
     combine_receive_programs: int = 1056
     combine_chunk_tokens: int = 1024
+    combine_few: int = 256
+    combine_unroll: int = 0
+    direct_ranks: int = 8
+    index_queries: int = 16
+    put_programs: int = 128
+    put_warps: int = 8
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {self.mode!r}")
+
+    def with_mode(self, mode: str) -> SlabTuning:
+        """This tuning for a communicator that is asked for `mode`: "auto" leaves it as it is.
+
+        Raises ValueError where both name a mode, and not the same.
+        """
+        if mode == "auto" or mode == self.mode:
+            return self
+        if self.mode != "auto":
+            raise ValueError(f"mode: expected {self.mode!r}, the tuning's, or 'auto', got {mode!r}")
+        return replace(self, mode=mode)
 
     def plan(self, config: EPConfig, bucket: int) -> Plan:
         """The plan of a call with this bucket; the same on every rank."""

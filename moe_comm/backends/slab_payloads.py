@@ -30,10 +30,8 @@ def payload_layout(call: DispatchCall, limit: int) -> tuple[list[tuple[str, int,
     return layout, at
 
 
-def pack_payloads(call: DispatchCall, limit: int) -> Tensor | None:
-    """uint8 [T, bytes of a token], or None without payloads."""
-    if not call.payloads:
-        return None
+def pack_payloads(call: DispatchCall, limit: int) -> Tensor:
+    """uint8 [T, bytes of a token]."""
     layout, width = payload_layout(call, limit)
     packed = torch.zeros(call.num_rows, width, dtype=torch.uint8, device=call.x.device)
     for name, at, size in layout:
