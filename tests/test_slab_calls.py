@@ -80,13 +80,13 @@ def test_a_combine_without_memory_may_be_repeated(mode, async_op, monkeypatch) -
 
 @inside
 def test_a_dispatch_without_memory_takes_no_slot(monkeypatch) -> None:
-    from moe_comm.backends import slab_dispatch
+    from moe_comm.backends import slab_dispatch_kernel
 
     (comm,) = _communicators(max_payload_bytes=16, num_slots=1)
     payloads = {"a": torch.arange(4)}
     before = _dispatch(comm)
     before.handle.release()
-    _fails_once(monkeypatch, slab_dispatch, "pack_payloads")
+    _fails_once(monkeypatch, slab_dispatch_kernel, "pack_payloads")
     with pytest.raises(MemoryError):
         _dispatch(comm, payloads=payloads)
     # The routing of the dispatch before still lies in the slot.

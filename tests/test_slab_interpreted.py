@@ -148,7 +148,8 @@ def test_a_rank_that_did_not_send_is_named() -> None:
     status = world.engines[0].read_status()
     assert status.bits == StatusBit.TIMEOUT
     assert (status.phase, status.peer) == ("dispatch", 1)
-    assert status.wanted is not None and status.seen is not None
+    assert status.wanted is not None
+    assert status.seen is not None
     # One program puts the ids of so few tokens, and would have released once.
     assert (status.wanted - status.seen) % 2**32 == 1
     assert int(got[0].expert_offsets[-1]) == 0

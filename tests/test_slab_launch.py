@@ -36,7 +36,12 @@ class Watched:
         from triton.compiler import make_backend
         from triton.runtime.jit import JITFunction, create_function_from_signature
 
-        from moe_comm.backends import slab_combine, slab_dispatch, slab_launch, slab_state
+        from moe_comm.backends import (
+            slab_combine_kernel,
+            slab_dispatch_kernel,
+            slab_launch,
+            slab_state,
+        )
 
         backend = make_backend(GPUTarget("cuda", 90, 32))
         binders: dict[Any, Any] = {}
@@ -76,7 +81,7 @@ class Watched:
 
         self.num_direct = 0
         monkeypatch.setattr(JITFunction, "run", run)
-        for module in (slab_dispatch, slab_combine, slab_state):
+        for module in (slab_dispatch_kernel, slab_combine_kernel, slab_state):
             monkeypatch.setattr(module, "launch", checked)
 
 

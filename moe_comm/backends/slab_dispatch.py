@@ -1,4 +1,4 @@
-"""Dispatch on one rank: what is launched, and what arrives.
+"""Dispatch on one rank: which launches and copies make it up, and what arrives.
 
 Low latency: one kernel puts rows, ids and weights, waits and indexes. High throughput: a kernel
 puts ids and weights while whole blocks of rows travel by copies.
@@ -7,17 +7,13 @@ puts ids and weights while whole blocks of rows travel by copies.
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_comm.backends.slab_launch import Form, Places, launch
+from moe_comm.backends.slab_dispatch_kernel import DispatchKernel, Inputs
 from moe_comm.backends.slab_modes import Plan
-from moe_comm.backends.slab_payloads import pack_payloads, payload_layout, payload_views
-from moe_comm.backends.slab_put import PutLaunches
-from moe_comm.backends.slab_staging import DISPATCH_PIECES, Staged
-from moe_comm.backends.slab_state import WIRE_CODE, alignment, next_power_of_2
+from moe_comm.backends.slab_payloads import payload_layout, payload_views
 from moe_comm.calls import DispatchCall
 from moe_comm.handle import Dispatched, DispatchHandle
 
@@ -32,29 +28,7 @@ def chunk_edges(num_rows: int, chunks: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(marks))
 
 
-class Inputs(NamedTuple):
-    """What the launches of a dispatch read, made before the first of them: where memory is short,
-    that is found out while nothing has been sent.
-
-    Fields: tensors as the kernel takes them (`_empty` where there is none), and what the constants
-    of the kernel depend on: bytes of a token's given scales and payload, and of a value. `stream`:
-    the handle of the stream that sends."""
-
-    x: Tensor
-    scales: Tensor
-    topk_idx: Tensor
-    topk_weights: Tensor
-    payload: Tensor
-    num_tokens: Tensor
-    stream: int
-    quantizes: bool
-    on_device: bool
-    scale_bytes: int
-    payload_bytes: int
-    value_bytes: int
-
-
-class DispatchLaunches(PutLaunches):
+class DispatchLaunches(DispatchKernel):
     """The dispatch half of SlabEngine."""
 
     def dispatch(self, call: DispatchCall, *, send: bool, receive: bool) -> Dispatched | None:
@@ -75,172 +49,6 @@ class DispatchLaunches(PutLaunches):
         self._used_here(call.prepared.stream, *call.prepared[:6])
         call.prepared = None
         return self._dispatched(call)
-
-    def _inputs(self, call: DispatchCall) -> Inputs:
-        wire, nothing = self.config.wire, self._empty
-        x, num_tokens = call.x, call.num_tokens
-        if x.stride(-1) != 1:
-            x = x.contiguous()
-        scales, scale_bytes = nothing, 0
-        if call.scales is not None:
-            scales = call.scales.contiguous().view(torch.uint8)
-            scale_bytes = scales.shape[1]
-        payload, payload_bytes = nothing, 0
-        if call.payloads:
-            payload = pack_payloads(call, self.config.max_payload_bytes)
-            payload_bytes = payload.shape[1]
-        on_device = isinstance(num_tokens, Tensor)
-        return Inputs(
-            x, scales, call.topk_idx.contiguous(), call.topk_weights.contiguous(), payload,
-            num_tokens if isinstance(num_tokens, Tensor) else nothing, self._last_handle,
-            wire.scale_dtype is not None and not call.is_quantized, on_device, scale_bytes,
-            payload_bytes, 1 if wire.scale_dtype is not None else x.element_size(),
-        )  # fmt: skip
-
-    def _dispatch_kernel(
-        self, call: DispatchCall, plan: Plan, *, send: bool, receive: bool, rows_to: int = 2,
-        release_after: bool = True, tokens: tuple[int, int] | None = None,
-        staged: Staged | None = None,
-    ) -> None:  # fmt: skip
-        """Put rows (to whom `rows_to` says), ids and weights of a range of tokens; wait for every
-        source; index, in this launch where choices are few."""
-        from moe_comm.kernels.dispatch import ID_TOKENS, _dispatch_kernel
-        from moe_comm.kernels.signal import ROWS
-
-        inputs: Inputs = call.prepared
-        number, bucket = call.slot, call.bucket
-        begin, end = tokens if tokens is not None else (0, bucket)
-        form = self._dispatch_form(
-            plan, bucket, inputs, rows_to=rows_to, releases=release_after, send=send,
-            receive=receive, indexes=receive and call.reuse is None,
-        )  # fmt: skip
-        # Each program releases what it put, unless there are very many words to tell. Only the one
-        # launch of a low-latency dispatch has the same programs on every rank.
-        ids = max(1, min(-(-(end - begin) // ID_TOKENS), plan.dispatch_programs))
-        rows = max(1, min((end - begin) * form.blocks, plan.dispatch_programs))
-        direct = form.options["DIRECT"]
-        if staged is None:
-            key = ("dispatch", number, bucket)
-            places = self._kept(key, lambda: self._dispatch_places(number, bucket, None))
-        else:
-            places = self._dispatch_places(number, bucket, staged)
-        given = (
-            inputs.x, inputs.scales, inputs.topk_idx, inputs.topk_weights, inputs.payload,
-            inputs.num_tokens, 0 if inputs.on_device else call.num_tokens, begin, end,
-            call.num_rows, inputs.x.stride(0), ids, rows, ids if direct else 1,
-            rows if direct else 1,
-        )  # fmt: skip
-        count = (ids + rows if send else 0) + (form.receivers if receive else 0)
-        launch(_dispatch_kernel, count, places, form, given)
-        if receive and not form.indexes and call.reuse is None:
-            self._index_by_launches(call)
-            if self._rows_apart(plan):
-                self._wait(number, ROWS, releases=rows if direct else 1)
-
-    def _rows_apart(self, plan: Plan) -> bool:
-        """Whether the dispatch kernel releases rows by themselves."""
-        return plan.mode == "low-latency" and not self.memory.puts
-
-    def _dispatch_places(self, number: int, bucket: int, staged: Staged | None) -> Places:
-        """The kernel's arguments that a slot's calls of this bucket have in common."""
-        from moe_comm.kernels.dispatch import _dispatch_kernel
-        from moe_comm.kernels.signal import COMBINE, DISPATCH, ROWS
-
-        slot = self._slots[number]
-        offsets = {
-            name: self._base(name, number) if staged is None else staged.offset(name)
-            for name in DISPATCH_PIECES
-        }
-        return Places(
-            _dispatch_kernel, 15,
-            copy_table_ptr=self.routing_table, num_copies_ptr=self.num_copies,
-            alive_ptr=self.alive, peers_ptr=self.memory.peers if staged is None else staged.table,
-            rows_offset=offsets["dispatch_rows"], scales_offset=offsets["dispatch_scales"],
-            ids_offset=offsets["topk_idx"], weights_offset=offsets["topk_weights"],
-            payload_offset=offsets["payloads"], flags_offset=self.memory.regions.offsets["flags"],
-            ids_ptr=self._ids(number, bucket), weights_ptr=self._weights(number, bucket),
-            flags_ptr=self.flags, choice_rank_ptr=slot.choice_rank, fold_rank_ptr=slot.fold_rank,
-            fold_count_ptr=slot.fold_count, tokens_out_ptr=slot.tokens, readable_ptr=slot.readable,
-            offsets_ptr=slot.offsets, row_index_ptr=slot.row_index, position_ptr=slot.position,
-            order_ptr=slot.order, order_weights_ptr=slot.order_weights,
-            order_count_ptr=slot.order_count, state_ptr=self.state, status_ptr=self.status,
-            channel=self._channel(number, DISPATCH), rows_channel=self._channel(number, ROWS),
-            combine_channel=self._channel(number, COMBINE), rank=self.rank, bucket=bucket,
-            capacity=self._capacity(bucket), E=self.config.num_experts, L=self.num_local_experts,
-            timeout_ns=self._wait_ns,
-        )  # fmt: skip
-
-    def _dispatch_form(
-        self, plan: Plan, bucket: int, inputs: Inputs, *, rows_to: int, releases: bool, send: bool,
-        receive: bool, indexes: bool,
-    ) -> Form:  # fmt: skip
-        # The constants' part of the inputs.
-        key = ("form", bucket, inputs[7:], rows_to, releases, send, receive, indexes)
-
-        def make() -> Form:
-            from moe_comm.kernels import expert_index as index
-            from moe_comm.kernels.dispatch import ID_TOKENS
-            from moe_comm.kernels.signal import COMBINE_PHASES
-
-            config, wire, tuning = self.config, self.config.wire, self.tuning
-            block, warps = self._dispatch_block()
-            apart = self._rows_apart(plan)
-            choices = self.num_ranks * bucket * config.num_topk
-            index_here = indexes and choices <= index.ONE_LAUNCH_CHOICES
-            receivers = 1
-            if index_here:
-                receivers = index.one_launch_programs(
-                    choices, self.num_local_experts, tuning.index_queries
-                )
-            scale_bytes, width = inputs.scale_bytes, inputs.payload_bytes
-            counting = index.one_launch_form(
-                choices, self.num_local_experts, interpreted=self._interpret
-            )
-            options = dict(
-                H=config.hidden, G=scale_bytes or max(wire.num_groups(config.hidden), 1),
-                GP=next_power_of_2(scale_bytes) if scale_bytes else 0,
-                GROUP=wire.group if inputs.quantizes else block, K=config.num_topk,
-                KP=next_power_of_2(config.num_topk), C=self.routing_table.shape[1], BLOCK=block,
-                WIRE=WIRE_CODE[wire.name] if inputs.quantizes else 0,
-                VALUE_BYTES=inputs.value_bytes, PAYLOAD=width,
-                PAYLOAD_P=next_power_of_2(width) if width else 0, ROWS_TO=rows_to,
-                ROW_ALIGN=alignment(config.hidden * inputs.value_bytes),
-                TOKENS=ID_TOKENS, T_ON_DEVICE=inputs.on_device, RELEASE_IDS=releases,
-                RELEASE_ROWS=releases and apart,
-                # Where later launches index, yet another one waits for the rows.
-                WAIT_ROWS=apart and (index_here or not indexes),
-                DIRECT=plan.mode == "low-latency" and self._tells_directly, CHUNKS=COMBINE_PHASES,
-                SEND=send, RECEIVE=receive, INDEX=index_here, QUERY=tuning.index_queries,
-                INDEX_BLOCK=counting["BLOCK"], INDEX_UNROLL=counting["UNROLL"],
-                EXACT=counting["EXACT"], POLL=self._poll(warps), num_warps=warps, **self._common,
-            )  # fmt: skip
-            return Form(
-                options, blocks=-(-config.hidden // block), receivers=receivers, indexes=index_here
-            )
-
-        return self._kept(key, make)
-
-    def _index_by_launches(self, call: DispatchCall) -> None:
-        from moe_comm.kernels.expert_index import Order, expert_index
-
-        slot, bucket = self._slots[call.slot], call.bucket
-        capacity, rows = self._capacity(bucket), self.num_ranks * bucket
-        expert_index(
-            self._ids(call.slot, bucket),
-            num_local_experts=self.num_local_experts,
-            capacity=capacity,
-            status=self.status,
-            out=(slot.offsets, slot.row_index[:capacity], slot.position[:rows]),
-            order=Order(
-                position=slot.order,
-                weights=slot.order_weights,
-                counts=slot.order_count,
-                received_weights=self._weights(call.slot, bucket),
-                readable=slot.readable,
-            ),
-            workspace=self._workspace,
-            one_launch=False,
-        )
 
     def _dispatch_by_puts(
         self, call: DispatchCall, plan: Plan, *, send: bool, receive: bool
