@@ -84,14 +84,14 @@ def launch(
     traits: list[Any] = [form]
     note = traits.append
     for at, value in zip(places.given, given, strict=True):
-        if isinstance(value, Tensor):
-            args[at] = address = value.data_ptr()
-            note(value.dtype)
-            note(address % 16)
-        else:
+        if isinstance(value, int):
             args[at] = value
             if at in by_value:
                 note((value == 1, value % 16 == 0, -(2**31) <= value < 2**31))
+        else:
+            args[at] = address = value.data_ptr()
+            note(value.dtype)
+            note(address % 16)
     key = tuple(traits)
     found = places.compiled.get(key)
     if found is not None:
