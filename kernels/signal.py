@@ -130,7 +130,7 @@ def release(
 @triton.jit
 def settle(state_ptr, first, COUNT_P: tl.constexpr, count, NUM_CHANNELS: tl.constexpr):
     """Count the releases that are out on `count` channels from `first` on. By one program, in a
-    call that neither releases nor waits on them."""
+    launch of which no other program releases or waits on them."""
     step = tl.arange(0, COUNT_P)
     at = state_ptr + first + step
     out = tl.load(at + NUM_CHANNELS, mask=step < count, other=0)
