@@ -25,30 +25,33 @@ def _gather_rows_kernel(
     H,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """out[n] = x[row_index[n]] in bfloat16, for n below the device scalar num_rows.
 
     Example: row_index [2, 0], num_rows 2 -> rows 2 and 0 of x.
     """
+    live = tl.load(num_rows)
     columns = tl.cdiv(H, BLOCK)
-    for tile in range(tl.program_id(0), tl.load(num_rows) * columns, tl.num_programs(0)):
-        n = tile // columns
-        row = tl.load(row_index + n).to(tl.int64)
+    # Several rows at once: reads that wait for an index need company to fill the memory system.
+    for tile in range(tl.program_id(0), tl.cdiv(live, ROWS) * columns, tl.num_programs(0)):
+        n = (tile // columns) * ROWS + tl.arange(0, ROWS)
+        row = tl.load(row_index + n, mask=n < live, other=0).to(tl.int64)
         k = (tile % columns) * BLOCK + tl.arange(0, BLOCK)
-        mask = k < H
+        mask = (n < live)[:, None] & (k < H)[None, :]
         source, token = row // bucket, row % bucket
         x_row = x + source * stride_xr + token * stride_xt
-        value = tl.load(x_row + k, mask=mask, other=0.0)
+        value = tl.load(x_row[:, None] + k[None, :], mask=mask, other=0.0)
         if KIND != 0:
             s_row = x_scale + source * stride_sr + token * stride_st
-            scale = tl.load(s_row + k // GROUP, mask=mask, other=0)
+            scale = tl.load(s_row[:, None] + (k // GROUP)[None, :], mask=mask, other=0)
             if KIND == 2:
                 byte = scale.to(tl.int32)
                 scale = tl.maximum(byte << 23, 0x400000).to(tl.float32, bitcast=True)
                 scale = tl.where(byte == 255, float("nan"), scale)
             value = (value.to(tl.float32) * scale).to(tl.bfloat16)
-        tl.store(out + n.to(tl.int64) * H + k, value, mask=mask)
+        tl.store(out + n.to(tl.int64)[:, None] * H + k[None, :], value, mask=mask)
 
 
 def gather_rows(
@@ -66,9 +69,11 @@ def gather_rows(
     hidden = rows.shape[2]
     kind = 0 if scales is None else (1 if scales.element_size() == 4 else 2)
     block = min(1024, triton.next_power_of_2(hidden))
-    programs = min(max(1, row_index.shape[0]) * triton.cdiv(hidden, block), 8192)
+    # With scales, several rows a tile would pass through shared memory.
+    together = 4 if kind == 0 else 1
+    tiles = triton.cdiv(max(1, row_index.shape[0]), together) * triton.cdiv(hidden, block)
     factor = rows if scales is None else scales
-    _gather_rows_kernel[(programs,)](
+    _gather_rows_kernel[(min(tiles, 8192),)](
         rows,
         factor,
         row_index,
@@ -82,6 +87,7 @@ def gather_rows(
         hidden,
         KIND=kind,
         GROUP=128 if kind == 1 else 32,
+        ROWS=together,
         BLOCK=block,
     )
     return out

@@ -1,7 +1,8 @@
 """The grouped expert MLP in Triton: MXFP4 weights dequantized in registers, rows gathered.
 
 Three launches: a plan (which expert and rows each tile has, from expert_offsets, on the device),
-the gate and up products with the activation, the down product. Programs are persistent and walk the
+the gate and up products with the activation, the down product; each twice where an expert's last
+rows have smaller tiles. Programs are persistent and walk the
 tiles in order (row block, column block), so tiles of one expert run side by side and share its
 weights in the cache. No host sync; every address is 64 bits wide.
 
@@ -217,7 +218,7 @@ def grouped_mlp_triton(
     tiles: TileConfig | None = None,
     mode: int | None = None,
 ) -> Tensor:
-    """The three launches; arguments as expert_gemm.grouped_mlp checks them.
+    """The launches; arguments as expert_gemm.grouped_mlp checks them.
 
     Args:
         tiles: default: chosen by expected_rows an expert.
@@ -227,23 +228,38 @@ def grouped_mlp_triton(
     if mode is None:
         mode = choose_mode(weights)
     capacity = row_index.shape[0]
-    plan = make_plan(expert_offsets, capacity, block_m=config.block_m)
+    parts = plan_parts(expert_offsets, capacity, config)
     hidden = torch.empty(capacity, weights.inter, dtype=torch.bfloat16, device=rows.device)
     for gated in (True, False):
-        expert_product(
-            rows if gated else hidden[None],
-            scales if gated else None,
-            row_index,
-            expert_offsets,
-            plan,
-            weights,
-            gated=gated,
-            activation=activation,
-            config=config,
-            mode=mode,
-            out=hidden if gated else out,
-        )
+        for part, plan in parts:
+            expert_product(
+                rows if gated else hidden[None],
+                scales if gated else None,
+                row_index,
+                expert_offsets,
+                plan,
+                weights,
+                gated=gated,
+                activation=activation,
+                config=part,
+                mode=mode,
+                out=hidden if gated else out,
+            )
     return out
+
+
+def plan_parts(
+    expert_offsets: Tensor, capacity: int, config: TileConfig
+) -> list[tuple[TileConfig, Tensor]]:
+    """The launches that a product takes, each with its tiles and their plan: the tiles themselves,
+    then those for tails, if any. Together they cover every expert row once."""
+    tail = config.tail
+    rest = 0 if tail is None else tail.block_m
+    main = make_plan(expert_offsets, capacity, block_m=config.block_m, tail=rest)
+    if tail is None:
+        return [(config, main)]
+    tails = make_plan(expert_offsets, capacity, block_m=config.block_m, tail=rest, only_tails=True)
+    return [(config, main), (tail, tails)]
 
 
 def expert_product(
@@ -265,7 +281,7 @@ def expert_product(
     Args:
         x: [R, B, K]; gated: received rows, read through row_index; else [1, C, K] in expert order.
         scales: of x, or None.
-        plan: make_plan for config.block_m.
+        plan: of plan_parts, with `config`.
         gated: act(x W1^T, x W3^T), else x W2^T.
         out: bfloat16 [C, N], contiguous.
     """

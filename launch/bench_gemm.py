@@ -35,6 +35,7 @@ from moe_comm.launch.bench_gemm_measure import (
     checked,
     row,
     time_graph,
+    time_in_turn,
     triton_part,
     triton_row,
 )
@@ -43,7 +44,8 @@ from moe_comm.launch.bench_gemm_tune import tune
 # Decode and prefill at EP2, then one rank's experts at EP64, EP16 and EP8.
 DEFAULT_CASES = "448x2048,448x65536,14x2048,56x2048,112x2048,14x65536,56x65536,112x65536"
 DEFINITIONS = {
-    "p50_us": "median time of one CUDA graph replay of the phase, microseconds",
+    "p50_us": "median time of one CUDA graph replay of the phase, microseconds; humming: whole and "
+    "parts are replayed in turn",
     "limit_us": "the longer of: weights of active experts and rows read at the measured read rate; "
     "products at the measured dense bf16 rate (8192^3)",
     "params.of_limit": "limit_us / p50_us",
@@ -64,12 +66,15 @@ def case_rows(
         weights = make_weights(case, LAYOUT_OF["humming"])
         call = whole(case, weights)
         wrong = checked(case, call)
-        samples = time_graph(call, iters=iters)
-        yield row(case, limits, samples, backend="humming", part="all", wrong=wrong)
-        for part, launch in humming_parts(case, weights):
-            samples = time_graph(launch, iters=iters)
-            yield row(case, limits, samples, backend="humming", part=part, wrong=None)
-        del weights, call
+        parts = [("all", call), *humming_parts(case, weights)]
+        for _, launch in parts:
+            # In order: each reads what the one before left.
+            launch()
+        times = time_in_turn([launch for _, launch in parts], iters=iters)
+        for (part, _), samples in zip(parts, times, strict=True):
+            counted = wrong if part == "all" else None
+            yield row(case, limits, samples, backend="humming", part=part, wrong=counted)
+        del weights, call, parts
     if "triton" in only:
         weights = make_weights(case, LAYOUT_OF["triton"])
         config = choose_tiles(case.count / case.experts)

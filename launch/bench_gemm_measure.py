@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,24 +20,33 @@ from moe_comm.launch.timing import percentile
 
 def time_graph(call: Callable[[], object], *, iters: int) -> list[float]:
     """Microseconds of each replay of a graph that holds one call."""
+    return time_in_turn([call], iters=iters)[0]
+
+
+def time_in_turn(calls: Sequence[Callable[[], object]], *, iters: int) -> list[list[float]]:
+    """As time_graph for several calls, a replay of each in turn: what the GPU's clock does under
+    load then meets all of them alike."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        call()
-    samples = []
-    for index in range(iters + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
+    graphs = []
+    for call in calls:
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                call()
         torch.cuda.synchronize()
-        if index >= 2:
-            samples.append(start.elapsed_time(end) * 1e3)
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], stream=stream):
+            call()
+    samples: list[list[float]] = [[] for _ in calls]
+    for index in range(iters + 2):
+        for graph, taken in zip(graphs, samples, strict=True):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            if index >= 2:
+                taken.append(start.elapsed_time(end) * 1e3)
     return samples
 
 
@@ -133,30 +142,35 @@ def checked(case: Case, call: Callable[[], Tensor]) -> int:
 def triton_part(
     case: Case, weights: ExpertWeights, config: TileConfig, *, gated: bool
 ) -> Callable[[], Tensor]:
-    """One product of the Triton kernel alone."""
-    from moe_comm.kernels.expert_gemm_plan import make_plan
-    from moe_comm.kernels.expert_gemm_triton import choose_mode, expert_product
+    """One product of the Triton kernel alone, without plans."""
+    from moe_comm.kernels.expert_gemm_triton import choose_mode, expert_product, plan_parts
 
     room = len(case.row_index)
-    plan = make_plan(case.offsets, room, block_m=config.block_m)
+    parts = plan_parts(case.offsets, room, config)
     width = INTER if gated else HIDDEN
     out = torch.empty(room, width, dtype=torch.bfloat16, device="cuda")
     x = case.rows
     if not gated:
         x = torch.randn(1, room, INTER, dtype=torch.bfloat16, device="cuda")
-    return lambda: expert_product(
-        x,
-        None,
-        case.row_index,
-        case.offsets,
-        plan,
-        weights,
-        gated=gated,
-        activation=SITU,
-        config=config,
-        mode=choose_mode(weights),
-        out=out,
-    )
+
+    def call() -> Tensor:
+        for tiles, plan in parts:
+            expert_product(
+                x,
+                None,
+                case.row_index,
+                case.offsets,
+                plan,
+                weights,
+                gated=gated,
+                activation=SITU,
+                config=tiles,
+                mode=choose_mode(weights),
+                out=out,
+            )
+        return out
+
+    return call
 
 
 def triton_row(

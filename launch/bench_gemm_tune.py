@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 import click
 import torch
 
-from moe_comm.kernels.expert_gemm_config import ProductTiles, TileConfig
+from moe_comm.kernels.expert_gemm_config import MANY, SOME, ProductTiles, TileConfig
 from moe_comm.kernels.expert_gemm_weights import ExpertWeights
 from moe_comm.launch import results
 from moe_comm.launch.bench_gemm_case import Case
@@ -24,12 +24,13 @@ from moe_comm.launch.timing import percentile
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Tiles that share a row block, so that one plan serves both products."""
+    """Tiles that share a row block, so that one plan serves both products, and a tail."""
 
     block_m: int
     swap: bool
     gated: tuple[ProductTiles, ...]
     down: tuple[ProductTiles, ...]
+    tail: TileConfig | None = None
 
 
 def _tiles(*given: tuple[int, int, int, int]) -> tuple[ProductTiles, ...]:
@@ -58,13 +59,13 @@ _EIGHT = Group(
 _SIXTEEN = Group(
     block_m=16,
     swap=True,
-    gated=_tiles((128, 4, 4, 3), (64, 2, 3, 6), (64, 4, 4, 4), (128, 4, 3, 3), (64, 4, 3, 4)),
+    gated=_tiles((128, 4, 4, 3), (64, 2, 3, 6), (64, 4, 4, 4), (128, 4, 3, 3), (64, 4, 3, 5)),
     down=_tiles((128, 4, 4, 3), (128, 2, 3, 5), (256, 4, 3, 2), (64, 4, 4, 6), (128, 4, 3, 3)),
 )
 _THIRTY_TWO = Group(
     block_m=32,
     swap=True,
-    gated=_tiles((64, 4, 3, 3), (128, 4, 3, 2), (64, 4, 4, 3), (128, 4, 4, 2)),
+    gated=_tiles((64, 4, 3, 4), (128, 4, 3, 2), (64, 4, 4, 3), (128, 4, 4, 2)),
     down=_tiles((128, 4, 3, 3), (256, 4, 3, 2), (128, 4, 4, 3), (256, 4, 4, 2)),
 )
 _SIXTY_FOUR = Group(
@@ -76,8 +77,12 @@ _SIXTY_FOUR = Group(
 _LARGE = Group(
     block_m=128,
     swap=True,
-    gated=_tiles((128, 8, 3, 1), (64, 4, 3, 1), (128, 8, 4, 1)),
+    gated=_tiles((128, 8, 3, 1), (128, 8, 4, 1), (64, 8, 3, 1)),
     down=_tiles((256, 8, 3, 1), (128, 8, 3, 1), (128, 4, 3, 1)),
+    tail=SOME,
+)
+_LARGE_MIDDLING = Group(
+    block_m=128, swap=True, gated=_LARGE.gated[:1], down=_LARGE.down[:1], tail=MANY
 )
 # Rows on the left, dequantized weights through shared memory.
 _LARGE_LEFT = Group(
@@ -94,9 +99,9 @@ def candidates(rows_per_expert: float) -> tuple[Group, ...]:
         return (_EIGHT, _SIXTEEN) if rows_per_expert <= 6 else (_SIXTEEN, _EIGHT, _THIRTY_TWO)
     if rows_per_expert <= 48:
         return (_THIRTY_TWO, _SIXTEEN, _SIXTY_FOUR)
-    if rows_per_expert <= 256:
-        return (_SIXTY_FOUR, _LARGE, _THIRTY_TWO, _LARGE_LEFT)
-    return (_LARGE, _SIXTY_FOUR, _LARGE_LEFT)
+    if rows_per_expert <= 64:
+        return (_SIXTY_FOUR, _LARGE, _THIRTY_TWO)
+    return (_LARGE, _LARGE_MIDDLING, _SIXTY_FOUR, _LARGE_LEFT)
 
 
 def tune(
@@ -117,7 +122,13 @@ def tune(
             if time.monotonic() > end:
                 click.echo(f"out of time: {group.block_m} rows, from {tiles} on", err=True)
                 break
-            config = TileConfig(block_m=group.block_m, gated=tiles, down=tiles, swap=group.swap)
+            config = TileConfig(
+                block_m=group.block_m,
+                gated=tiles,
+                down=tiles,
+                swap=group.swap,
+                tail=group.tail,
+            )
             try:
                 call = triton_part(case, weights, config, gated=gated)
                 samples = time_graph(call, iters=iters)
@@ -132,7 +143,11 @@ def tune(
             best[gated] = min(best.get(gated, seen), seen, key=lambda pair: pair[0])
         if len(best) == 2:
             config = TileConfig(
-                block_m=group.block_m, swap=group.swap, gated=best[True][1], down=best[False][1]
+                block_m=group.block_m,
+                swap=group.swap,
+                gated=best[True][1],
+                down=best[False][1],
+                tail=group.tail,
             )
             yield triton_row(case, weights, limits, config, iters=iters)
         if time.monotonic() > end:

@@ -48,11 +48,12 @@ def test_document_satisfies_the_schema(monkeypatch):
 
 def test_candidates_and_usage():
     assert [g.block_m for g in candidates(5)] == [8, 16]
-    assert [g.block_m for g in candidates(146)] == [64, 128, 32, 128]
-    for rows in (1, 8, 18, 37, 146, 1170):
+    assert [g.block_m for g in candidates(146)] == [128, 128, 64, 128]
+    for rows in (1, 8, 18, 37, 60, 146, 1170):
         # The default is the first thing that a search tries.
         first, default = candidates(rows)[0], choose_tiles(rows)
         assert (first.block_m, first.swap) == (default.block_m, default.swap)
+        assert first.tail == default.tail
         assert (first.gated[0], first.down[0]) == (default.gated, default.down)
     for cases in ("448", "5x10", "0x4"):
         with pytest.raises(bench_gemm.click.BadParameter):

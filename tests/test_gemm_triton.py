@@ -5,6 +5,7 @@ the tolerance there is twice that of a GPU."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 import os
@@ -75,6 +76,12 @@ def small_tiles(*, swap, block_m=16):
 
     product = ProductTiles(block_n=64, num_stages=3, programs_per_sm=1)
     return TileConfig(block_m=block_m, gated=product, down=product, swap=swap)
+
+
+def with_tail():
+    return dataclasses.replace(
+        small_tiles(swap=True, block_m=32), tail=small_tiles(swap=True, block_m=8)
+    )
 
 
 @interpreted
@@ -168,8 +175,46 @@ def test_interp_plan_example():
 
     offsets = torch.tensor([0, 5, 5, 40], dtype=torch.int32)
     plan = torch.full((1 + 2 * 6,), -7, dtype=torch.int32)
-    _plan_kernel[(3,)](offsets, plan, 3, 48, 6, EXPERTS=4, BLOCK_M=16)
+    sizes = {"EXPERTS": 4, "BLOCK_M": 16}
+    _plan_kernel[(3,)](offsets, plan, 3, 48, 6, **sizes, TAIL=0, ONLY_TAILS=False)
     assert plan.tolist() == [4, 0, 2, 2, 2, -7, -7, 0, 5, 21, 37, -7, -7]
+    plan.fill_(-7)
+    _plan_kernel[(3,)](offsets, plan, 3, 48, 6, **sizes, TAIL=4, ONLY_TAILS=False)
+    assert plan.tolist() == [3, 0, 2, 2, -7, -7, -7, 0, 5, 21, -7, -7, -7]
+    plan.fill_(-7)
+    _plan_kernel[(3,)](offsets, plan, 3, 48, 6, **sizes, TAIL=4, ONLY_TAILS=True)
+    assert plan.tolist() == [1, 2, -7, -7, -7, -7, -7, 37, -7, -7, -7, -7, -7]
+
+
+@interpreted
+def test_interp_plans_with_tails_cover_every_row_once():
+    from moe_comm.kernels.expert_gemm_triton import plan_parts
+
+    counts = [0, 1, 8, 9, 32, 33, 40, 41, 72, 64, 0]
+    offsets = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+    end = int(offsets[-1])
+    # The last expert's rows are cut off by the capacity.
+    for capacity in (end, end - 3):
+        seen = torch.zeros(capacity, dtype=torch.int32)
+        for config, plan in plan_parts(offsets, capacity, with_tail()):
+            most = plan.shape[0] // 2
+            assert int(plan[0]) <= most
+            for block in range(int(plan[0])):
+                expert, first = int(plan[1 + block]), int(plan[1 + most + block])
+                last = min(first + config.block_m, int(offsets[expert + 1]), capacity)
+                assert int(offsets[expert]) <= first < last
+                seen[first:last] += 1
+        assert (seen == 1).all()
+    with pytest.raises(ValueError, match="tail: expected tiles of fewer than 8 rows"):
+        dataclasses.replace(small_tiles(swap=True, block_m=8), tail=small_tiles(swap=True))
+
+
+@interpreted
+def test_interp_tails():
+    case = make_case([5, 0, 33, 47, 32], 160, 96, seed=23)
+    y = run(case, "cpu", tiles=with_tail())
+    check(case, y, factor=2)
+    assert y[117:].isnan().all()
 
 
 @interpreted
@@ -206,6 +251,7 @@ GPU_CASES = [
     ([9, 2], 352, 96, "mxfp8"),
     ([200, 131], 256, 3072, "bf16"),  # prefill rows
     ([700, 3], 512, 512, "bf16"),  # the largest tiles
+    ([300, 128, 90, 16], 512, 256, "bf16"),  # the largest tiles, tails left over or not
 ]
 
 

@@ -20,6 +20,7 @@ from moe_comm.model.weights.checkpoint import INDEX_NAME, Checkpoint
 from moe_comm.model.weights.dense import read_dense
 from moe_comm.model.weights.load_experts import expert_bytes, load_experts
 from moe_comm.model.weights.manifest import MANIFEST_NAME
+from moe_comm.model.weights.memory import mapped_bytes, rss_anon
 from moe_comm.model.weights.safetensors_file import CheckpointError, SafetensorsFile
 from moe_comm.model.weights.synthetic import write_checkpoint
 
@@ -367,3 +368,15 @@ def test_memory_stays_within_the_bound_on_full_width_experts(tmp_path):
     report = json.loads((tmp_path / "out.json").read_text())
     assert report["resident_bytes"] == 2 * 24 * 17_547_264
     assert report["peak_extra_bytes"] <= report["bound_bytes"] == 4 * 17_547_264 + (64 << 20)
+
+
+def test_mapped_bytes_go_back_to_the_system():
+    before = rss_anon()
+    for _ in range(3):
+        pieces = [mapped_bytes(20 << 20) for _ in range(3)]
+        for piece in pieces:
+            piece.fill_(7)
+        assert rss_anon() - before > 50 << 20
+        assert int(pieces[2].sum()) == 7 * (20 << 20)
+        del pieces, piece
+        assert rss_anon() - before < 10 << 20

@@ -24,7 +24,7 @@ from moe_comm.model.weights.load_experts import (
     pinned_bytes,
     warm_up,
 )
-from moe_comm.model.weights.memory import MemoryMeter, Sample
+from moe_comm.model.weights.memory import MemoryMeter, Sample, mapped_bytes
 from moe_comm.model.weights.safetensors_file import TensorEntry
 
 
@@ -144,7 +144,7 @@ def stream_tensors(
     buffers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
     largest = max((entry.nbytes for entry in entries), default=0)
     for _ in range(READERS):
-        buffers.put(torch.empty(max(1, min(CHUNK_BYTES, largest)), dtype=torch.uint8))
+        buffers.put(mapped_bytes(max(1, min(CHUNK_BYTES, largest))))
 
     def read(entry: TensorEntry) -> TensorEntry:
         buffer = buffers.get()
@@ -176,7 +176,7 @@ def read_plain(checkpoint: Checkpoint) -> tuple[int, float]:
     ]
     buffers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
     for _ in range(READERS):
-        buffers.put(torch.empty(CHUNK_BYTES, dtype=torch.uint8))
+        buffers.put(mapped_bytes(CHUNK_BYTES))
 
     def read(index: int) -> int:
         file, start, count = pieces[index]

@@ -7,11 +7,13 @@ allocator's own peak, read at every step.
 
 from __future__ import annotations
 
+import mmap
 import threading
 from dataclasses import dataclass, field
 from types import TracebackType
 
 import torch
+from torch import Tensor
 
 SAMPLE_SECONDS = 0.005
 
@@ -114,6 +116,13 @@ def rss_anon() -> int:
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) * 1024
     raise OSError("/proc/self/status: expected a line RssAnon, got none")
+
+
+def mapped_bytes(nbytes: int) -> Tensor:
+    """uint8 [nbytes] on the CPU, of pages that go back to the system with the tensor. What malloc
+    gave of such sizes it may keep once freed, and a load's buffers would stay in its way."""
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def draw_curve(samples: list[Sample], *, width: int = 64, height: int = 12) -> str:
