@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import importlib.util
-import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,6 +85,7 @@ def command(
     manifest_path = directory / MANIFEST_NAME
     if write_manifest and manifest_path.exists() and not force:
         raise InputFileError(f"{manifest_path}: a manifest exists; --force replaces it")
+    started = datetime.datetime.now(datetime.UTC)
     try:
         result, report, seen = _run(
             directory,
@@ -106,8 +108,12 @@ def command(
         except OSError as error:
             raise InputFileError(f"{manifest_path}: {error}") from error
     if json_path is not None:
-        with click.open_file(json_path, "w") as out:
-            out.write(json.dumps(result, indent=2) + "\n")
+        from moe_comm.launch.load_results import document
+        from moe_comm.launch.results import write_json
+        from moe_comm.model.config import K3Config
+
+        config = K3Config.from_checkpoint(directory)
+        write_json(json_path, document(result, config, argv=sys.argv[1:], started=started))
     if json_path != "-":
         click.echo("\n".join(_lines(result)))
         if write_manifest:
@@ -153,7 +159,7 @@ def _run(
     )
     reads = [_read_plainly(directory, drop_cache)] if plain else []
     report, seen, hashed = load(verify=verify, record=record)
-    result = _result(report, chosen.type, share)
+    result = _result(report, chosen.type, share, hashed)
     if plain:
         other, _, other_hashed = load(verify=False, record=not hashed)
         reads.append(_read_plainly(directory, drop_cache))
@@ -213,7 +219,9 @@ def _read_plainly(directory: Path, drop_cache: bool) -> tuple[int, float]:
         return read_plain(files)
 
 
-def _result(report: LoadReport, device: str, share: tuple[int, int]) -> dict[str, Any]:
+def _result(
+    report: LoadReport, device: str, share: tuple[int, int], hashed: bool
+) -> dict[str, Any]:
     return {
         "device": device,
         "rank": share[0],
@@ -223,6 +231,7 @@ def _result(report: LoadReport, device: str, share: tuple[int, int]) -> dict[str
         "seconds": report.seconds,
         "gbps": report.gbps,
         "verified": report.verified,
+        "hashed": hashed,
         "resident_bytes": report.resident_bytes,
         "peak_host_extra_bytes": report.peak_host_extra,
         "peak_device_extra_bytes": report.peak_device_extra,

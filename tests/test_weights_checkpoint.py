@@ -152,7 +152,10 @@ def test_acceptance_of_a_good_checkpoint(directory):
     assert result.exit_code == 0, result.output
     assert "verified against the manifest" in result.stdout
     assert "█" in result.stdout
-    report = json.loads((directory.parent / "out.json").read_text())
+    document = json.loads((directory.parent / "out.json").read_text())
+    (row,) = document["rows"]
+    assert (document["command"], row["mode"]) == ("load", "hashing")
+    report = row["params"]
     assert report["within_bound"]
     assert report["bound_bytes"] == 4 * expert_bytes(CONFIG) + (64 << 20)
     tensors = sum(p.stat().st_size for p in directory.glob("*.safetensors"))
@@ -167,15 +170,17 @@ def test_curve_as_png_and_a_share_of_the_experts(directory):
     result = load(directory, *more, "--json", "-")
     assert result.exit_code == 0, result.output
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    report = json.loads(result.stdout)
-    assert report["resident_bytes"] == 3 * 8 * expert_bytes(CONFIG)
-    assert report["plain_bytes"] == sum(p.stat().st_size for p in directory.glob("*.safetensors"))
+    rows = json.loads(result.stdout)["rows"]
     # This load verified; the other did not hash at all.
-    compared = report["of_plain"]
-    assert list(compared) == ["no_hashing", "hashing"]
-    assert compared["hashing"]["gbps"] == report["gbps"]
-    for one in compared.values():
-        assert one["of_plain"] == pytest.approx(one["gbps"] / max(report["plain_gbps_each"]))
+    assert [row["mode"] for row in rows] == ["hashing", "no_hashing", "plain", "plain"]
+    report, *_, plain = (row["params"] for row in rows)
+    assert report["resident_bytes"] == 3 * 8 * expert_bytes(CONFIG)
+    assert plain["bytes"] == sum(p.stat().st_size for p in directory.glob("*.safetensors"))
+    assert report["gbps"] == pytest.approx(report["bytes"] / report["seconds"] / 1e9)
+    best = max(row["params"]["gbps"] for row in rows[2:])
+    for row in rows[:2]:
+        assert row["params"]["of_plain"] == pytest.approx(row["params"]["gbps"] / best)
+        assert row["limit_us"] / row["p50_us"] == pytest.approx(row["params"]["of_plain"])
 
 
 @pytest.mark.parametrize(
@@ -365,7 +370,7 @@ def test_memory_stays_within_the_bound_on_full_width_experts(tmp_path):
     write_checkpoint(config, tmp_path / "d")
     result = load(tmp_path / "d", "--json", tmp_path / "out.json")
     assert result.exit_code == 0, result.output
-    report = json.loads((tmp_path / "out.json").read_text())
+    report = json.loads((tmp_path / "out.json").read_text())["rows"][0]["params"]
     assert report["resident_bytes"] == 2 * 24 * 17_547_264
     assert report["peak_extra_bytes"] <= report["bound_bytes"] == 4 * 17_547_264 + (64 << 20)
 
