@@ -8,10 +8,12 @@ expert, L local experts. Receive memory of one slot, at `*_offset` bytes from ea
 Three kinds of programs, in this order in the grid, so that those that put, and wait for nobody,
 always get to run:
 
-1. `id_programs` put ids and weights, and release the slot's DISPATCH channel.
+1. `id_programs` put ids and weights, and release the slot's DISPATCH channel. Where choices are few
+   they also rank them (RANKED, moe_comm.kernels.ranked_index).
 2. `row_programs` put rows, scales and payloads, and release ROWS. So the index, which needs ids
    alone, is computed while rows are still on their way.
-3. Waiting programs wait for all sources' ids and index; one of them waits for the rows at the end.
+3. Waiting programs wait for all sources' ids, and index where choices were ranked (else later
+   launches do); one of them waits for the rows at the end.
 
 Each program releases what it put (DIRECT), or the last of its kind to arrive releases it all. What
 only combine needs the first kind writes after its release, since nobody waits for it.
@@ -22,8 +24,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_comm.kernels.expert_index import rank_by_counting
+from moe_comm.kernels.choice_route import route
 from moe_comm.kernels.quantize import quantize_groups
+from moe_comm.kernels.ranked_index import index_ranked, put_ranked
 from moe_comm.kernels.signal import (
     arrive,
     is_usable,
@@ -44,36 +47,16 @@ ID_TOKENS = 16
 
 
 @triton.jit
-def locate(ids, valid, token, rank, copy_table_ptr, num_copies_ptr, C: tl.constexpr):
-    """Rank and local slot of choices `ids` of tokens `token`; -1 where not `valid`, or where the
-    table says -1 because the rank is masked. The copy is (rank + token) % num_copies, as
-    ExpertPlacement says."""
-    safe = tl.where(valid, ids, 0)
-    if C == 1:
-        entry = safe
-    else:
-        copies = tl.load(num_copies_ptr + safe)
-        entry = safe * C + (rank + token) % copies
-    to_rank = tl.load(copy_table_ptr + entry * 2, mask=valid, other=-1)
-    slot = tl.load(copy_table_ptr + entry * 2 + 1, mask=valid, other=-1)
-    return to_rank, slot
-
-
-@triton.jit
 def _route(
     token, real, topk_idx_ptr, rank, E, copy_table_ptr, num_copies_ptr, K: tl.constexpr,
     KP: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Rank and local slot [TOKENS, KP] of the choices of tokens `token` [TOKENS, 1], -1 where
-    masked or not `real`; and where ids are neither an expert nor -1."""
+    """`route` of all choices [TOKENS, KP] of tokens `token` [TOKENS, 1], where `real`."""
     choice = tl.arange(0, KP)[None, :]
-    inside = (choice < K) & real
-    # Told from masked ones before they are narrowed: 2^32 + 1 is not expert 1.
-    wide_ids = tl.load(topk_idx_ptr + token * K + choice, mask=inside, other=-1)
-    valid = inside & (wide_ids >= 0) & (wide_ids < E)
-    ids = wide_ids.to(tl.int32)
-    to_rank, slot = locate(ids, valid, token, rank, copy_table_ptr, num_copies_ptr, C)
-    return to_rank, slot, inside & (valid == 0) & (wide_ids != -1)
+    return route(
+        token * K + choice, token, (choice < K) & real, topk_idx_ptr, rank, E, copy_table_ptr,
+        num_copies_ptr, C,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -269,9 +252,9 @@ def _dispatch_kernel(
     x_ptr, scales_ptr, topk_idx_ptr, topk_weights_ptr, payload_ptr, num_tokens_ptr, num_tokens_host,
     token_begin, token_end, num_rows, stride_x, id_programs, row_programs, releases, row_releases,
     copy_table_ptr, num_copies_ptr, alive_ptr, peers_ptr,
-    rows_offset, scales_offset, ids_offset, weights_offset, payload_offset, flags_offset,
-    ids_ptr, weights_ptr, flags_ptr, choice_rank_ptr, fold_rank_ptr, fold_count_ptr,
-    tokens_out_ptr, readable_ptr,
+    rows_offset, scales_offset, ids_offset, weights_offset, ranks_offset, starts_offset,
+    payload_offset, flags_offset, ids_ptr, weights_ptr, ranks_ptr, starts_ptr, flags_ptr,
+    choice_rank_ptr, fold_rank_ptr, fold_count_ptr, tokens_out_ptr, readable_ptr,
     offsets_ptr, row_index_ptr, position_ptr, order_ptr, order_weights_ptr, order_count_ptr,
     state_ptr, status_ptr, channel, rows_channel, combine_channel, rank, bucket, capacity, E, L,
     timeout_ns,
@@ -282,8 +265,9 @@ def _dispatch_kernel(
     NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr, T_ON_DEVICE: tl.constexpr,
     RELEASE_IDS: tl.constexpr, RELEASE_ROWS: tl.constexpr, WAIT_ROWS: tl.constexpr,
     DIRECT: tl.constexpr, CHUNKS: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
-    INDEX: tl.constexpr, QUERY: tl.constexpr, INDEX_BLOCK: tl.constexpr, INDEX_UNROLL: tl.constexpr,
-    EXACT: tl.constexpr, POLL: tl.constexpr, INTERPRET: tl.constexpr,
+    RANKED: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, QUERY: tl.constexpr,
+    KEYS: tl.constexpr, KEYS_UNROLL: tl.constexpr, EXACT: tl.constexpr, POLL: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     if SEND:
@@ -300,12 +284,23 @@ def _dispatch_kernel(
                 # the release that does so below.
                 told = tokens_of(tl.load(flags_ptr + channel * R + rank, volatile=True))
                 step = tl.arange(0, TOKENS)[:, None]
-                for first in range(token_begin + program * TOKENS, token_end, id_programs * TOKENS):
-                    _put_ids(
-                        first + step, first + step < token_end, num_tokens, usable, topk_idx_ptr,
-                        topk_weights_ptr, copy_table_ptr, num_copies_ptr, alive_ptr, peers_ptr,
-                        ids_offset, weights_offset, rank, bucket, E, K, KP, C, R,
+                if RANKED:
+                    put_ranked(
+                        program, bucket * K, num_tokens, usable, topk_idx_ptr, topk_weights_ptr,
+                        copy_table_ptr, num_copies_ptr, alive_ptr, peers_ptr, ids_offset,
+                        weights_offset, ranks_offset, starts_offset, rank, E, K, C, P, R, QUERY,
+                        KEYS, KEYS_UNROLL, EXACT,
                     )  # fmt: skip
+                else:
+                    for first in range(
+                        token_begin + program * TOKENS, token_end, id_programs * TOKENS
+                    ):
+                        _put_ids(
+                            first + step, first + step < token_end, num_tokens, usable,
+                            topk_idx_ptr, topk_weights_ptr, copy_table_ptr, num_copies_ptr,
+                            alive_ptr, peers_ptr, ids_offset, weights_offset, rank, bucket, E, K,
+                            KP, C, R,
+                        )  # fmt: skip
                 if RELEASE_IDS:
                     if DIRECT:
                         release(
@@ -366,17 +361,15 @@ def _dispatch_kernel(
             receiver = program - senders
             if receiver == 0:
                 _write_tokens(flags_ptr + channel * R, alive_ptr, tokens_out_ptr, arrived, R, RP)
-            num_choices = R * bucket * K
-            if INDEX:
-                rank_by_counting(
-                    receiver, ids_ptr, offsets_ptr, row_index_ptr, position_ptr, order_ptr,
-                    order_weights_ptr, order_count_ptr, weights_ptr, status_ptr, num_choices,
-                    num_choices * arrived, capacity, L, K, KP, QUERY, INDEX_BLOCK, INDEX_UNROLL,
-                    True, EXACT,
+            if RANKED:
+                index_ranked(
+                    receiver, arrived, ids_ptr, weights_ptr, ranks_ptr, starts_ptr, alive_ptr,
+                    offsets_ptr, row_index_ptr, position_ptr, order_ptr, order_weights_ptr,
+                    order_count_ptr, status_ptr, bucket * K, capacity, L, K, KP, P, R, TILE,
                 )  # fmt: skip
             elif receiver == 0:
                 # Later launches index; what did not arrive they must not read.
-                tl.store(readable_ptr, num_choices * arrived)
+                tl.store(readable_ptr, R * bucket * K * arrived)
             if WAIT_ROWS:
                 if receiver == 0:
                     wait(

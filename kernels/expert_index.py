@@ -161,14 +161,17 @@ def rank_by_counting(
 
 @triton.jit(do_not_specialize=["num_choices", "capacity", "L"])
 def _one_launch_kernel(
-    ids_ptr, offsets_ptr, row_index_ptr, position_ptr, order_ptr, order_weights_ptr, count_ptr,
-    weights_ptr, status_ptr, num_choices, capacity, L, K: tl.constexpr, KP: tl.constexpr,
+    ids_ptr, readable_ptr, offsets_ptr, row_index_ptr, position_ptr, order_ptr, order_weights_ptr,
+    count_ptr, weights_ptr, status_ptr, num_choices, capacity, L, K: tl.constexpr, KP: tl.constexpr,
     QUERY: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, ORDER: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
+    num_readable = num_choices
+    if ORDER:
+        num_readable = tl.load(readable_ptr)
     rank_by_counting(
         tl.program_id(0), ids_ptr, offsets_ptr, row_index_ptr, position_ptr, order_ptr,
-        order_weights_ptr, count_ptr, weights_ptr, status_ptr, num_choices, num_choices, capacity,
+        order_weights_ptr, count_ptr, weights_ptr, status_ptr, num_choices, num_readable, capacity,
         L, K, KP, QUERY, BLOCK, UNROLL, ORDER, EXACT,
     )  # fmt: skip
 
@@ -306,8 +309,8 @@ def expert_index(
     elif one_launch if one_launch is not None else num_choices <= ONE_LAUNCH_CHOICES:
         grid = (one_launch_programs(num_choices, experts),)
         _one_launch_kernel[grid](
-            local_idx, offsets, row_index, position, *ordered[:4], status, num_choices,
-            capacity, experts, K=num_topk, KP=topk_p, QUERY=QUERIES,
+            local_idx, ordered.readable, offsets, row_index, position, *ordered[:4], status,
+            num_choices, capacity, experts, K=num_topk, KP=topk_p, QUERY=QUERIES,
             ORDER=order is not None, num_warps=8,
             **one_launch_form(num_choices, experts, interpreted=device.type == "cpu"),
         )  # fmt: skip

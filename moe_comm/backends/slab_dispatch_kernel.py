@@ -70,6 +70,7 @@ class DispatchKernel(PutLaunches):
         """Put rows (to whom `rows_to` says), ids and weights of a range of tokens; wait for every
         source; index, in this launch where choices are few."""
         from moe_comm.kernels.dispatch import ID_TOKENS, _dispatch_kernel
+        from moe_comm.kernels.ranked_index import ranking_programs
         from moe_comm.kernels.signal import ROWS
 
         inputs: Inputs = call.prepared
@@ -77,11 +78,15 @@ class DispatchKernel(PutLaunches):
         begin, end = tokens if tokens is not None else (0, bucket)
         form = self._dispatch_form(
             plan, bucket, inputs, rows_to=rows_to, releases=release_after, send=send,
-            receive=receive, indexes=receive and call.reuse is None,
+            receive=receive, indexes=call.reuse is None,
         )  # fmt: skip
         # Each program releases what it put, unless there are very many words to tell. Only the one
         # launch of a low-latency dispatch has the same programs on every rank.
-        ids = max(1, min(-(-(end - begin) // ID_TOKENS), plan.dispatch_programs))
+        if form.indexes:
+            choices, queries = bucket * self.config.num_topk, self.tuning.index_queries
+            ids = ranking_programs(choices, self.num_ranks, form.options["P"], queries)
+        else:
+            ids = max(1, min(-(-(end - begin) // ID_TOKENS), plan.dispatch_programs))
         rows = max(1, min((end - begin) * form.blocks, plan.dispatch_programs))
         direct = form.options["DIRECT"]
         if staged is None:
@@ -122,9 +127,12 @@ class DispatchKernel(PutLaunches):
             alive_ptr=self.alive, peers_ptr=self.memory.peers if staged is None else staged.table,
             rows_offset=offsets["dispatch_rows"], scales_offset=offsets["dispatch_scales"],
             ids_offset=offsets["topk_idx"], weights_offset=offsets["topk_weights"],
+            ranks_offset=self._base("ranks", number), starts_offset=self._base("starts", number),
             payload_offset=offsets["payloads"], flags_offset=self.memory.regions.offsets["flags"],
             ids_ptr=self._ids(number, bucket), weights_ptr=self._weights(number, bucket),
-            flags_ptr=self.flags, choice_rank_ptr=slot.choice_rank, fold_rank_ptr=slot.fold_rank,
+            ranks_ptr=self._view("ranks", number, (1,), torch.int32),
+            starts_ptr=self._view("starts", number, (1,), torch.int32), flags_ptr=self.flags,
+            choice_rank_ptr=slot.choice_rank, fold_rank_ptr=slot.fold_rank,
             fold_count_ptr=slot.fold_count, tokens_out_ptr=slot.tokens, readable_ptr=slot.readable,
             offsets_ptr=slot.offsets, row_index_ptr=slot.row_index, position_ptr=slot.position,
             order_ptr=slot.order, order_weights_ptr=slot.order_weights,
@@ -143,24 +151,21 @@ class DispatchKernel(PutLaunches):
         key = ("form", bucket, inputs[7:], rows_to, releases, send, receive, indexes)
 
         def make() -> Form:
-            from moe_comm.kernels import expert_index as index
+            from moe_comm.kernels import ranked_index as ranking
             from moe_comm.kernels.dispatch import ID_TOKENS
             from moe_comm.kernels.signal import COMBINE_PHASES
 
             config, wire, tuning = self.config, self.config.wire, self.tuning
             block, warps = self._dispatch_block()
             apart = self._rows_apart(plan)
-            choices = self.num_ranks * bucket * config.num_topk
-            index_here = indexes and choices <= index.ONE_LAUNCH_CHOICES
+            choices, most = bucket * config.num_topk, self._most_experts + 1
+            ranked = apart and indexes and choices <= ranking.RANKED_CHOICES
             receivers = 1
-            if index_here:
-                receivers = index.one_launch_programs(
-                    choices, self.num_local_experts, tuning.index_queries
-                )
+            if ranked:
+                received = self.num_ranks * choices
+                receivers = ranking.adding_programs(received, self.num_local_experts)
             scale_bytes, width = inputs.scale_bytes, inputs.payload_bytes
-            counting = index.one_launch_form(
-                choices, self.num_local_experts, interpreted=self._interpret
-            )
+            keys = min(256, max(32, next_power_of_2(choices)))
             options = dict(
                 H=config.hidden, G=scale_bytes or max(wire.num_groups(config.hidden), 1),
                 GP=next_power_of_2(scale_bytes) if scale_bytes else 0,
@@ -173,14 +178,17 @@ class DispatchKernel(PutLaunches):
                 TOKENS=ID_TOKENS, T_ON_DEVICE=inputs.on_device, RELEASE_IDS=releases,
                 RELEASE_ROWS=releases and apart,
                 # Where later launches index, yet another one waits for the rows.
-                WAIT_ROWS=apart and (index_here or not indexes),
+                WAIT_ROWS=apart and (ranked or not indexes),
                 DIRECT=plan.mode == "low-latency" and self._tells_directly, CHUNKS=COMBINE_PHASES,
-                SEND=send, RECEIVE=receive, INDEX=index_here, QUERY=tuning.index_queries,
-                INDEX_BLOCK=counting["BLOCK"], INDEX_UNROLL=counting["UNROLL"],
-                EXACT=counting["EXACT"], POLL=self._poll(warps), num_warps=warps, **self._common,
+                SEND=send, RECEIVE=receive, RANKED=ranked, P=most, TILE=ranking.TILE,
+                QUERY=tuning.index_queries, KEYS=keys,
+                KEYS_UNROLL=min(16, next_power_of_2(-(-choices // keys))),
+                # Sort keys are whole numbers in fp32, unless they are too large for it.
+                EXACT=self._interpret or self.num_ranks * most * max(choices, 1) >= 1 << 24,
+                POLL=self._poll(warps), num_warps=warps, **self._common,
             )  # fmt: skip
             return Form(
-                options, blocks=-(-config.hidden // block), receivers=receivers, indexes=index_here
+                options, blocks=-(-config.hidden // block), receivers=receivers, indexes=ranked
             )
 
         return self._kept(key, make)
@@ -204,5 +212,4 @@ class DispatchKernel(PutLaunches):
                 readable=slot.readable,
             ),
             workspace=self._workspace,
-            one_launch=False,
         )

@@ -36,7 +36,7 @@ class SlabTuning:
         combine_few: programs up to which a combine takes smaller blocks to have more of them.
         direct_ranks: up to this many ranks each program of a low-latency call tells every rank
             itself; beyond, the last one does for all.
-        index_queries: choices of one program of the index.
+        index_queries: choices that one program ranks.
         combine_unroll: loads of expert rows in flight at a time; 0: as many as a row has.
         put_programs, put_warps: programs that forward what is put, and their warps.
         *_block, *_warps: columns and warps of a program; *_programs: the most programs of a role.

@@ -68,6 +68,7 @@ class SlabPlaces:
         self.device = memory.block.device
         self._interpret = self.device.type == "cpu"
         self._phases = NUM_PHASES
+        self._most_experts = config.placement_for(num_ranks).max_local_experts
         self._wait_ns = int(config.wait_s * 1e9)
         channels = config.num_slots * NUM_PHASES
         # Constants of every kernel that signals.

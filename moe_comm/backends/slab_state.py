@@ -37,12 +37,18 @@ WIRE_CODE = {"bf16": 0, "none": 0, "fp8": 1, "mxfp8": 2}
 
 
 def region_sizes(config: EPConfig, num_ranks: int, *, puts: bool = False) -> dict[str, int]:
-    """Bytes of each region of a rank's block: EPConfig.buffer_bytes, the flags and, where rows are
-    put, the area in which they wait."""
+    """Bytes of each region of a rank's block: EPConfig.buffer_bytes, what sources say of their
+    choices (moe_comm.kernels.ranked_index), the flags and, where rows are put, the area in which
+    they wait."""
     from moe_comm.kernels import signal
+    from moe_comm.kernels.ranked_index import RANKED_CHOICES
 
     sizes = config.buffer_bytes(num_ranks)
     del sizes["total"]
+    choices = min(config.bucket * config.num_topk, RANKED_CHOICES)
+    most = config.placement_for(num_ranks).max_local_experts + 1
+    sizes["ranks"] = config.num_slots * num_ranks * choices * 4
+    sizes["starts"] = config.num_slots * num_ranks * most * 4
     if puts:
         sizes["staging"] = staging_bytes(sizes, config.num_slots, num_ranks)
     sizes["flags"] = config.num_slots * signal.NUM_PHASES * num_ranks * 8
