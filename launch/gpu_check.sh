@@ -4,8 +4,8 @@
 #   launch/gpu_check.sh [DIRECTORY] [SECONDS] [PYTEST ARGUMENTS...]
 #
 # DIRECTORY: for the summary, default results/. SECONDS: for everything, default 540; the summary is
-# written after every test, so what had run by then is in it. No installation is needed. Where there
-# is no git directory, MOE_COMM_COMMIT names the commit.
+# written after every test, so what had run by then is in it. No installation is needed.
+# MOE_COMM_COMMIT names the commit of a copied tree.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -7,7 +7,7 @@
 #
 # FILE: default results/<date>_<device>x<n>_matrix.json. One call runs at most --seconds (default 540)
 # and exits with 124 while tasks are left; then call it again with the same FILE. No installation is
-# needed. Where there is no git directory, MOE_COMM_COMMIT names the commit.
+# needed. MOE_COMM_COMMIT names the commit of a copied tree.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

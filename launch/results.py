@@ -202,8 +202,12 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 def git_facts() -> dict[str, Any]:
-    """Commit and state of the source tree that is running; MOE_COMM_COMMIT where there is no git
-    directory; commit "unknown" where neither tells."""
+    """Commit and state of the source tree that is running: MOE_COMM_COMMIT's where it is given (a
+    copied tree may lie in another one's git directory), else git's; commit "unknown" where neither
+    tells."""
+    given = env.COMMIT.get()
+    if given:
+        return {"commit": given, "dirty": None}
     root = Path(moe_comm.__file__).resolve().parent.parent
     if (root / ".git").exists():
         commit = _git(root, "rev-parse", "HEAD")
@@ -211,7 +215,7 @@ def git_facts() -> dict[str, Any]:
             # Result files themselves do not make the code a different one.
             state = _git(root, "status", "--porcelain", "--", ".", ":!results")
             return {"commit": commit, "dirty": state != ""}
-    return {"commit": env.COMMIT.get() or "unknown", "dirty": None}
+    return {"commit": "unknown", "dirty": None}
 
 
 def _git(root: Path, *arguments: str) -> str | None:

@@ -73,7 +73,7 @@ COMMIT = Variable[str | None](
     name="MOE_COMM_COMMIT",
     kind="a commit id",
     default=None,
-    effect="commit named in result files where no git directory is at hand",
+    effect="commit named in result files, of a copied tree",
     parse=str,
 )
 NODE_RANKS = Variable[int | None](

@@ -138,6 +138,26 @@ def test_payloads_travel() -> None:
 
 
 @inside
+@pytest.mark.parametrize("tokens", [(3, 0, 1, 2, 3, 3, 0, 2, 1), (0,) * 9])
+def test_more_ranks_than_loops_are_unrolled_for(tokens) -> None:
+    """Nine ranks, of which the last sources of some experts, and duplicates, decide positions."""
+    world = _world(9, num_experts=20, max_tokens_per_rank=3, hidden=16)
+    world.round_trip(tokens, torch.Generator().manual_seed(15))
+
+
+@inside
+def test_ranked_choices_of_one_expert() -> None:
+    """Every choice on one expert: order within it is all there is."""
+    from dataclasses import replace
+
+    world = _world(3)
+    inputs = world.inputs((9, 4, 9), torch.Generator().manual_seed(16))
+    inputs = [replace(given, topk_idx=torch.full_like(given.topk_idx, 5)) for given in inputs]
+    want = world.reference.dispatch(inputs)
+    world.check_dispatched(world.dispatch(inputs), want)
+
+
+@inside
 def test_a_rank_that_did_not_send_is_named() -> None:
     from moe_comm.status import StatusBit
 
