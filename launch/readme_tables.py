@@ -1,12 +1,18 @@
 """Tables of the README, generated from result files between markers; never typed.
 
-    <!-- figures results/*_run.json num_tokens=128 phase=dispatch,combine -->
+    <!-- figures results/*_run.json num_tokens=128,4096 phase=dispatch,combine -->
     ...
     <!-- /figures -->
 
-A marker names files by a glob and filters rows; the table shows the rows of the newest file (names
-begin with the date) that the glob finds. `python -m moe_comm.launch.readme_tables` rewrites the
-README of this checkout, with --check it only says whether it would.
+A marker names files by a glob and filters rows by fields (params.x: of a row's params); the table
+shows the rows of the newest file (names begin with the date) that the glob finds. Kinds of markers:
+
+    figures   a line a row; columns=a,b instead of the usual ones: fields, x_limit, params.x
+    ports     of launch/bench_model: ours beside the other ports, then what else the rows say
+    stock     of launch/deepep_stock: the adapted DeepEP beside itself, and its own errors
+
+`python -m moe_comm.launch.readme_tables` rewrites the README of this checkout, with --check it only
+says whether it would.
 """
 
 from __future__ import annotations
@@ -14,29 +20,17 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from moe_comm.launch.results import read_json
+from moe_comm.launch import readme_blocks
 
 ROOT = Path(__file__).resolve().parent.parent
-_BLOCK = re.compile(r"(<!-- figures (\S+)([^>]*?) -->\n).*?(<!-- /figures -->)", re.DOTALL)
-_TITLES = (
-    "backend",
-    "phase",
-    "tokens a rank",
-    "wire",
-    "graph",
-    "slowest rank p50, us",
-    "remote MB",
-    "minimum MB",
-    "GB/s",
-    "limit, us",
-    "x limit",
-    "wrong",
-)
-_LEFT = 5
+_BLOCK = re.compile(r"(<!-- (figures|ports|stock) (\S+)([^>]*?) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
+_KINDS = {
+    "figures": readme_blocks.figures,
+    "ports": readme_blocks.ports,
+    "stock": readme_blocks.stock,
+}
 
 
 def rewrite(text: str, root: Path) -> str:
@@ -44,31 +38,16 @@ def rewrite(text: str, root: Path) -> str:
     cannot be read."""
 
     def block(match: re.Match[str]) -> str:
-        opening, glob, filters, closing = match.groups()
-        return f"{opening}{table(root, glob, _filters(filters))}{closing}"
+        opening, kind, glob, filters, closing = match.groups()
+        wanted = _filters(filters)
+        files = sorted(root.glob(glob))
+        lines = [f"No result file `{glob}` yet."]
+        if files:
+            link = f"[{files[-1].name}]({files[-1].relative_to(root).as_posix()})"
+            lines = _KINDS[kind](files[-1], link, wanted)
+        return "\n".join([opening, *lines, "", closing])
 
     return _BLOCK.sub(block, text)
-
-
-def table(root: Path, glob: str, wanted: Mapping[str, list[str]]) -> str:
-    """One generated block."""
-    files = sorted(root.glob(glob))
-    if not files:
-        return f"\nNo result file `{glob}` yet.\n\n"
-    document = read_json(files[-1])
-    rows = [row for row in document["rows"] if _matches(row, wanted)]
-    lines = [
-        "",
-        f"[{files[-1].name}]({files[-1].relative_to(root)}): {_devices(document)}, EP "
-        f"{document['topology']['num_ranks']} over {document['topology']['transport']}, commit "
-        f"{document['git']['commit'][:12]}, `{_command(document['argv'])}`",
-        "",
-        f"| {' | '.join(_TITLES)} |",
-        f"| {' | '.join('---' if i < _LEFT else '---:' for i in range(len(_TITLES)))} |",
-        *(f"| {' | '.join(_cells(row))} |" for row in rows),
-        "",
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def _filters(text: str) -> dict[str, list[str]]:
@@ -79,48 +58,6 @@ def _filters(text: str) -> dict[str, list[str]]:
             raise ValueError(f"figures marker: expected name=value, got {part!r}")
         wanted[name] = values.split(",")
     return wanted
-
-
-def _matches(row: Mapping[str, Any], wanted: Mapping[str, list[str]]) -> bool:
-    return all(str(row[name]) in values for name, values in wanted.items())
-
-
-def _command(argv: Sequence[str]) -> str:
-    """What to type for such a file, without where the results went."""
-    text = " ".join(["moe-bench", *argv])
-    return re.sub(r" --(json|csv|markdown)[ =]\S+", "", text)
-
-
-def _devices(document: Mapping[str, Any]) -> str:
-    names = [
-        f"process on {device['name']} ({device['cores']} cores)"
-        if device["type"] == "cpu"
-        else device["name"]
-        for device in document["devices"]
-    ]
-    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-
-
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    slowest, limit = row["slowest_rank_p50_us"], row["limit_us"]
-    return [
-        f"{row['backend']}:{row['mode']}" if row["mode"] else row["backend"],
-        row["phase"],
-        str(row["num_tokens"]),
-        row["wire"],
-        "yes" if row["cuda_graph"] else "no",
-        _number(slowest, 1),
-        _number(row["remote_bytes"], 3, 1e6),
-        _number(row["minimum_bytes"], 3, 1e6),
-        _number(row["remote_gbps"], 2),
-        _number(limit, 1),
-        _number(slowest / limit if slowest and limit else None, 2),
-        "-" if row["wrong"] is None else str(row["wrong"]),
-    ]
-
-
-def _number(value: float | None, digits: int, unit: float = 1.0) -> str:
-    return "-" if value is None else f"{value / unit:.{digits}f}"
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Result files: the schema accepts what commands write and nothing else; the README agrees."""
+"""Result files: the schema accepts what commands write and nothing else."""
 
 from __future__ import annotations
 
@@ -7,67 +7,14 @@ import json
 from pathlib import Path
 
 import pytest
+from result_cases import document
 
-from moe_comm.launch import readme_tables, report
-from moe_comm.launch.results import Row, read_json, validate, without_directories, write_json
+from moe_comm.launch import readme_blocks, report
+from moe_comm.launch.results import read_json, validate, without_directories, write_json
 from moe_comm.launch.run import summary
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = sorted((ROOT / "results").glob("*.json"))
-
-
-def document():
-    row = vars(
-        Row(
-            backend="c10d",
-            mode="exact",
-            phase="dispatch",
-            layout="expert",
-            num_tokens=128,
-            hidden=3584,
-            num_topk=16,
-            num_experts=896,
-            ep_size=2,
-            wire="bf16",
-            routing="uniform",
-            samples=10,
-            p50_us=50.0,
-            p99_us=80.0,
-            slowest_rank_p50_us=60.0,
-            remote_bytes=930_000,
-            minimum_bytes=917_504,
-            remote_gbps=15.5,
-            limit_us=30.0,
-            limit_kind="all_to_all_single",
-            params={"raw_all_to_all_us": 40.0},
-            wrong=0,
-        )
-    )
-    base = {**row, "backend": "per-expert", "mode": "", "remote_bytes": 7_440_000}
-    base |= {"slowest_rank_p50_us": 180.0, "params": {}}
-    return {
-        "schema_version": 1,
-        "command": "run",
-        "argv": ["run"],
-        "started": "2026-01-01T00:00:00+00:00",
-        "git": {"commit": "0" * 40, "dirty": False},
-        "versions": {"torch": "2.13.0"},
-        "devices": [
-            {"rank": rank, "type": "cpu", "name": "some CPU", "cores": 2} for rank in range(2)
-        ],
-        "topology": {"num_ranks": 2, "num_nodes": 1, "transport": "gloo"},
-        "config": {
-            "num_experts": 896,
-            "num_topk": 16,
-            "hidden": 3584,
-            "dispatch_wire": "bf16",
-            "combine_wire": "bf16",
-            "reduction": "rank",
-        },
-        "seed": 0,
-        "definitions": {},
-        "rows": [row, base],
-    }
 
 
 def test_a_document_survives_the_file(tmp_path):
@@ -103,11 +50,54 @@ def test_broken_documents_are_named(change, message):
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
 def test_committed_results_keep_the_schema(path):
     loaded = json.loads(path.read_text())
-    if loaded["command"] == "gpu_check":
+    if path.stem.endswith("_deepep-stock"):
+        check_stock(loaded)
+    elif loaded["command"] == "gpu_check":
         assert sum(loaded["counts"].values()) == len(loaded["tests"])
-        return
-    validate(loaded)
-    assert all(not row["wrong"] for row in loaded["rows"])
+    else:
+        assert ("steps" in loaded) == (loaded["command"] == "put-check")
+        assert all("error" not in step for step in loaded.get("steps", []))
+        assert all(not row["wrong"] for row in readme_blocks.read(path)["rows"])
+
+
+def check_stock(loaded):
+    """The schema of launch/deepep_stock, its ratios computed again."""
+    numbers = {
+        "stock": ["dispatch_us", "combine_us"],
+        "adapted": [
+            "dispatch_transport_us", "combine_transport_us", "dispatch_us", "partial_sums_us",
+            "round_trip_us", "wrong_elements",
+        ],
+        "of_stock": ["transport", "with_packing_and_index", "whole"],
+    }  # fmt: skip
+    texts = ["version", "device", "torch"]
+    counts = ["num_ranks", "num_tokens", "hidden"]
+    assert set(loaded) == {*numbers, *texts, *counts, "libraries", "refusals"}
+    assert all(isinstance(loaded[name], str) for name in texts)
+    assert all(isinstance(loaded[name], int) for name in counts)
+    for name, fields in numbers.items():
+        assert list(loaded[name]) == fields
+        assert all(0 <= value < float("inf") for value in loaded[name].values())
+    adapted, own = loaded["adapted"], sum(loaded["stock"].values())
+    assert adapted["wrong_elements"] == 0
+    back = adapted["combine_transport_us"]
+    assert loaded["of_stock"] == pytest.approx(
+        {
+            "transport": (adapted["dispatch_transport_us"] + back) / own,
+            "with_packing_and_index": (adapted["dispatch_us"] + back) / own,
+            "whole": adapted["round_trip_us"] / own,
+        }
+    )
+    assert len(loaded["refusals"]) == 3
+    assert all("Error" in said for said in loaded["refusals"].values())
+
+
+def test_every_result_file_has_its_topic_in_the_table():
+    text = (ROOT / "results" / "README.md").read_text()
+    table = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    for path in RESULTS:
+        topic = path.stem.split("_", 2)[2]
+        assert any(f"`{topic}`" in cell for cell in table), topic
 
 
 def test_arguments_are_kept_without_directories():
@@ -115,32 +105,6 @@ def test_arguments_are_kept_without_directories():
     assert without_directories(given) == [
         "run", "--routing", "trace:b.npz:skewed", "--json", "out.json", "--csv=o.csv",
     ]  # fmt: skip
-
-
-def test_readme_says_what_the_result_files_say():
-    text = (ROOT / "README.md").read_text()
-    assert readme_tables.rewrite(text, ROOT) == text, "run: python -m moe_comm.launch.readme_tables"
-    assert "<!-- figures" in text
-
-
-def test_readme_tables_take_the_newest_file_and_filter(tmp_path):
-    (tmp_path / "results").mkdir()
-    for date, tokens in (("2026-01-01", 64), ("2026-01-02", 128)):
-        one = document()
-        for row in one["rows"]:
-            row["num_tokens"] = tokens
-        write_json(str(tmp_path / f"results/{date}_cpux2_run.json"), one)
-    text = "a\n<!-- figures results/*_run.json backend=c10d -->\nold\n<!-- /figures -->\nb\n"
-    new = readme_tables.rewrite(text, tmp_path)
-    assert "2026-01-02_cpux2_run.json" in new
-    assert "2 x process on some CPU (2 cores), EP 2 over gloo" in new
-    assert "| c10d:exact | dispatch | 128 | bf16 | no | 60.0 | 0.930 |" in new
-    assert "per-expert" not in new
-    assert "old" not in new
-    assert readme_tables.rewrite(new, tmp_path) == new
-    assert "No result file" in readme_tables.rewrite(text.replace("*_run", "*_none"), tmp_path)
-    with pytest.raises(ValueError, match="name=value"):
-        readme_tables.rewrite(text.replace("backend=c10d", "c10d"), tmp_path)
 
 
 def test_tables_for_people_markdown_and_csv_hold_the_figures():

@@ -1,0 +1,134 @@
+"""The README and the result files: tables, sentences with figures, and how tables are made."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from result_cases import document
+
+from moe_comm.launch import readme_blocks, readme_tables
+from moe_comm.launch.results import write_json
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_readme_says_what_the_result_files_say():
+    text = (ROOT / "README.md").read_text()
+    assert readme_tables.rewrite(text, ROOT) == text, "run: python -m moe_comm.launch.readme_tables"
+    assert "<!-- figures" in text
+
+
+def test_readme_prose_says_what_the_result_files_say():
+    """Figures in sentences, where no table is generated."""
+    text = " ".join((ROOT / "README.md").read_text().split())
+    prefix = ROOT / "results/2026-11-29_nvidia-h200x2_"
+    now, before, alone, soak, model = (
+        readme_blocks.read(Path(f"{prefix}{topic}.json"))["rows"]
+        for topic in ("deepep-run", "run", "slab-run", "soak", "model")
+    )
+    load = readme_blocks.read(Path(f"{prefix}load.json".replace("x2", "x1")))["rows"][0]["params"]
+
+    def combine(rows):
+        wanted = ("slab", "high-throughput", "combine")
+        (row,) = (row for row in rows if (row["backend"], row["mode"], row["phase"]) == wanted)
+        return row["slowest_rank_p50_us"]
+
+    assert f"slower here ({combine(now):.1f} us)" in text
+    assert f"commit fea17dc ({combine(before):.1f} us)" in text
+    times = {}
+    for row in alone:
+        case = (row["mode"], row["phase"], row["num_tokens"])
+        times.setdefault(case, []).append(row["slowest_rank_p50_us"])
+    worst = max(max(two) / min(two) for (_, _, tokens), two in times.items() if tokens > 1)
+    assert all(len(two) == 2 for two in times.values())
+    assert f"differs by at most {math.ceil(100 * (worst - 1))}%" in text
+    assert f"{sum(row['params']['pairs'] for row in soak):,} random calls" in text
+    assert f"({sum(row['params']['checked'] for row in soak)} bit for bit" in text
+    assert not any(row["params"]["hangs"] or row["wrong"] for row in soak)
+    (layer,) = (row["params"] for row in model if row["phase"] == "moe_layer")
+    assert f"{100 * layer['hidden']:.0f}% of dispatch and combine is hidden" in text
+    assert layer["hidden_in_layer"] < 0
+    assert layer["layer_us"] == pytest.approx(layer["one_stream_us"], rel=0.01)
+    assert f"Loading {load['bytes'] / 1e9:.1f} GB" in text
+    assert f"its bound of {load['bound_bytes'] / 1e6:.1f} MB" in text
+    assert not load["within_bound"]
+
+
+def test_readme_tables_take_the_newest_file_and_filter(tmp_path):
+    (tmp_path / "results").mkdir()
+    for date, tokens in (("2026-01-01", 64), ("2026-01-02", 128)):
+        one = document()
+        for row in one["rows"]:
+            row["num_tokens"] = tokens
+        write_json(str(tmp_path / f"results/{date}_cpux2_run.json"), one)
+    text = "a\n<!-- figures results/*_run.json backend=c10d -->\nold\n<!-- /figures -->\nb\n"
+    new = readme_tables.rewrite(text, tmp_path)
+    assert "2026-01-02_cpux2_run.json" in new
+    assert "2 x process on some CPU (2 cores), EP 2 over gloo, commit 000000000000, `moe" in new
+    assert "| c10d:exact | dispatch | 128 | bf16 | no | 60.0 | 0.930 |" in new
+    assert "per-expert" not in new
+    assert "old" not in new
+    assert readme_tables.rewrite(new, tmp_path) == new
+    assert "No result file" in readme_tables.rewrite(text.replace("*_run", "*_none"), tmp_path)
+    with pytest.raises(ValueError, match="name=value"):
+        readme_tables.rewrite(text.replace("backend=c10d", "c10d"), tmp_path)
+    of_params = "params.raw_all_to_all_us=40.0 columns=backend,x_limit,params.raw_all_to_all_us"
+    new = readme_tables.rewrite(text.replace("backend=c10d", of_params), tmp_path)
+    assert "| backend | x limit | raw all to all us |\n| --- | ---: | ---: |\n" in new
+    assert "\n| c10d:exact | 2.00 | 40.00 |\n" in new
+    assert "per-expert" not in new
+    with pytest.raises(ValueError, match="expected one of"):
+        readme_tables.rewrite(text.replace("backend=c10d", "columns=speed"), tmp_path)
+
+
+def test_tables_of_a_tree_with_changes_and_of_other_commands_say_so(tmp_path):
+    one = document() | {"command": "put-check", "argv": ["--json", "x.json", "128"]}
+    one["git"]["dirty"] = True
+    write_json(str(tmp_path / "1_put.json"), one | {"steps": [{"step": "parts"}]})
+    text = "<!-- figures 1_put.json -->\n<!-- /figures -->"
+    assert (
+        "commit 000000000000 with changes, `torchrun --nproc-per-node 2 -m "
+        "moe_comm.launch.put_check 128`" in readme_tables.rewrite(text, tmp_path)
+    )
+
+
+def test_ports_of_the_model_lie_beside_each_other(tmp_path):
+    one = document() | {"command": "bench-model", "argv": ["--plot", "x.png", "--budget", "9"]}
+    row = one["rows"][0] | {"phase": "decode_step"}
+    ours = {"port": "ours", "tokens_per_s_per_gpu": 9.6}
+    overlap = {"comm_us": 29.3, "hidden": 0.02, "hidden_in_layer": -0.59}
+    one["rows"] = [
+        row | {"slowest_rank_p50_us": 2000.0, "params": ours},
+        row | {"slowest_rank_p50_us": 3000.0, "params": {"port": "fair"}},
+        row | {"slowest_rank_p50_us": 9000.0, "params": {"port": "fair"}, "num_experts": 28},
+        row | {"phase": "moe_layer", "params": overlap},
+    ]
+    write_json(str(tmp_path / "1_model.json"), one)
+    new = readme_tables.rewrite("<!-- ports 1_model.json -->\nold\n<!-- /ports -->", tmp_path)
+    assert "bench_model --budget 9`" in new
+    assert "\n| decode_step | 128 | 448 (EP 2) | 2.00 | 10 | - | - | 3.00 | 1.50 |\n" in new
+    assert new.count("decode_step") == 1
+    assert "\n- dispatch and combine T=128: 29.3 us, hidden 2%, in the layer -59%\n" in new
+
+
+def test_deepep_beside_itself_and_its_errors(tmp_path):
+    one = {
+        "version": "1.2", "device": "GPU", "num_ranks": 2, "num_tokens": 64, "hidden": 128,
+        "stock": {"dispatch_us": 40.0, "combine_us": 60.0},
+        "adapted": {
+            "dispatch_transport_us": 50.0, "combine_transport_us": 60.0, "dispatch_us": 90.0,
+            "partial_sums_us": 7.0, "round_trip_us": 170.0, "wrong_elements": 0,
+        },
+        "of_stock": {"transport": 1.1, "with_packing_and_index": 1.5, "whole": 1.7},
+        "refusals": {"top-16": "RuntimeError: error /a/b/x.cu:5 'a | b'"},
+    }  # fmt: skip
+    (tmp_path / "1_stock.json").write_text(json.dumps(one))
+    new = readme_tables.rewrite("<!-- stock 1_stock.json -->\n<!-- /stock -->", tmp_path)
+    assert "2 x GPU, DeepEP 1.2, 64 tokens a rank, hidden 128" in new
+    assert "top-16: transport alone | 50.0 | 60.0 | 110.0 | 1.10 |\n" in new
+    assert "index with it | 90.0 | 60.0 | 150.0 | 1.50 |\n" in new
+    assert "(7.0 us alone) and unpacking | - | - | 170.0 | 1.70 |\n" in new
+    assert "\n| top-16 | `RuntimeError: error x.cu:5 'a \\| b'` |\n" in new
