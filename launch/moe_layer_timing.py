@@ -1,7 +1,9 @@
 """Timing of whole layers, stage by stage: marks around each stage, in a captured graph or eager.
 
 A stage ends where the next begins on the device, so waiting for another rank counts for the stage
-that waits, and, in eager calls, so does a device left idle by the host.
+that waits, and, in eager calls, so does a device left idle by the host. Ranks of a host begin each
+eager layer at one agreed time, and the first layer of a graph is not counted, so that none waits
+for how much later another began.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.launch.moe_layer_subjects import Layer
+from moe_comm.launch.timing import begin_together
 from moe_comm.launch.worker import Ranks
 
 STAGES = ("route", "dispatch", "experts", "combine")
@@ -84,7 +87,7 @@ def _time_eager(
     for index in range(warmup + iters):
         flush()
         torch.cuda.synchronize(ranks.device)
-        ranks.gather(None, what="layer")
+        begin_together(ranks)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(STAGES) + 1)]
         run_layer(layer, _recorder(events))
         if index >= warmup:
