@@ -1,121 +1,135 @@
 """Records of an all-gather on the device: every rank gets all routing and picks its own.
 
-Legend: T tokens here, R ranks, B the bucket, K choices. A rank's block is `head` bytes, which begin
-with T as int32, and B records of `record_bytes`: int32 ids [K] at `ids_at` as rank * width + slot
-(-1 where masked), fp32 weights [K] at `weights_at`, and fields that are nobody's business here.
+Legend: T tokens here, R ranks, B the bucket, K choices, E experts, C copies of an expert. A rank's
+block is HEAD bytes of facts (int32: phase, call, T, 0, bucket, bytes of a row, bytes of a record,
+0), and B records of `record_bytes`: int32 ids [K] at `ids_at` as rank * width + slot (-1 where
+masked), fp32 weights [K] at `weights_at`, and fields that are nobody's business here.
+
+What the host must know before rows can be packed is left in a table it can read, int32
+[R, FACTS + 2 * P] with P = programs(B): of each rank its facts, then how many of its tokens come
+here, then how many of this rank's tokens go there, each as P numbers to be added up.
+
+Launches: moe_comm.backends.c10d_blocks.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
+FACTS = 8
+HEAD = 4 * FACTS
+# Tokens of a program.
+TOKENS = 64
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
-def _gathered_out_kernel(
-    rank_ptr, slot_ptr, weights_ptr, block_ptr, count_ptr, num_tokens, num_rows, width,
-    record_bytes, ids_at, weights_at, HEAD: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    COUNT: tl.constexpr,
+
+def programs(bucket: int) -> int:
+    """P."""
+    return -(-bucket // TOKENS)
+
+
+@triton.jit(do_not_specialize=["me", "num_tokens", "num_rows", "bucket", "phase", "call"])
+def _announce_kernel(
+    ids_ptr, weights_ptr, rank_ptr, slot_ptr, block_ptr, told_ptr, table_ptr, copies_ptr, alive_ptr,
+    count_ptr, status_ptr, me, num_tokens, num_rows, bucket, phase, call, row_bytes, E, R, width,
+    record_bytes, ids_at, weights_at, K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr,
+    COUNT: tl.constexpr, ALIVE: tl.constexpr, TOLD: tl.constexpr, HEAD: tl.constexpr,
+    FACTS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Program t < B: record t of this rank's block, ids as rank * width + slot; the first also
-    writes T into the head. Tokens past num_rows get ids of -1."""
-    t = tl.program_id(0).to(tl.int64)
+    """Program p: where the choices of its tokens lie (rank and slot, -1 where masked), and their
+    records in this rank's block; ids of tokens past num_rows are -1. With TOLD also how many of
+    its tokens go to each other rank. The first writes the facts.
+
+    Example: source 1, token 2, an expert with copies (0, 5) and (3, 1): (1 + 2) % 2 = 1, so the
+    choice lies on rank 3, slot 1, and travels as 3 * width + 1.
+    """
+    p = tl.program_id(0)
+    t = p * TOKENS + tl.arange(0, TOKENS)
     choice = tl.arange(0, KP)
-    inside = choice < K
-    if t == 0:
-        count = num_tokens
-        if COUNT:
-            count = tl.load(count_ptr).to(tl.int32)
-        tl.store(block_ptr.to(tl.pointer_type(tl.int32)), count)
-    record = block_ptr + HEAD + t * record_bytes
-    here = inside & (t < num_rows)
-    rank = tl.load(rank_ptr + t * K + choice, mask=here, other=-1)
-    slot = tl.load(slot_ptr + t * K + choice, mask=here, other=-1)
-    weight = tl.load(weights_ptr + t * K + choice, mask=here, other=0.0)
-    ids_ptr = (record + ids_at).to(tl.pointer_type(tl.int32))
-    tl.store(ids_ptr + choice, tl.where(rank >= 0, rank * width + slot, -1), mask=inside)
-    to_weights = (record + weights_at).to(tl.pointer_type(tl.float32))
-    tl.store(to_weights + choice, weight, mask=inside)
+    limit = num_tokens
+    if COUNT:
+        limit = tl.minimum(tl.maximum(tl.load(count_ptr), 0), num_rows).to(tl.int32)
+    at = t[:, None].to(tl.int64) * K + choice[None, :]
+    given = (t < num_rows)[:, None] & (choice < K)[None, :]
+    expert = tl.load(ids_ptr + at, mask=given, other=-1).to(tl.int64)
+    weight = tl.load(weights_ptr + at, mask=given, other=0.0)
+    live = given & (t < limit)[:, None]
+    known = (expert >= 0) & (expert < E)
+    wrong = live & (expert != -1) & (known == 0)
+    if tl.max(tl.max(wrong.to(tl.int32), 1), 0) > 0:
+        tl.atomic_or(status_ptr, 1)
+    valid = live & known
+    safe = tl.where(valid, expert, 0)
+    entry = safe * C
+    if C > 1:
+        entry += (me + t)[:, None] % tl.load(copies_ptr + safe)
+    rank = tl.load(table_ptr + entry * 2)
+    slot = tl.load(table_ptr + entry * 2 + 1)
+    if ALIVE:
+        valid = valid & (tl.load(alive_ptr + rank) != 0)
+    rank = tl.where(valid, rank, -1)
+    slot = tl.where(valid, slot, -1)
+    tl.store(rank_ptr + at, rank, mask=given)
+    tl.store(slot_ptr + at, slot, mask=given)
+    record = (block_ptr + HEAD + t.to(tl.int64) * record_bytes)[:, None]
+    inside = (t < bucket)[:, None] & (choice < K)[None, :]
+    to_ids = (record + ids_at).to(tl.pointer_type(tl.int32)) + choice[None, :]
+    tl.store(to_ids, tl.where(valid, rank * width + slot, -1), mask=inside)
+    to_weights = (record + weights_at).to(tl.pointer_type(tl.float32)) + choice[None, :]
+    tl.store(to_weights, weight, mask=inside)
+    if p == 0:
+        head = block_ptr.to(tl.pointer_type(tl.int32))
+        tl.store(head, phase)
+        tl.store(head + 1, call)
+        tl.store(head + 2, limit)
+        tl.store(head + 3, 0)
+        tl.store(head + 4, bucket)
+        tl.store(head + 5, row_bytes)
+        tl.store(head + 6, record_bytes)
+        tl.store(head + 7, 0)
+    if TOLD:
+        parts = tl.num_programs(0)
+        for d in range(0, R):
+            hits = tl.sum(tl.max((rank == d).to(tl.int32), 1), 0)
+            place = d * (FACTS + 2 * parts) + FACTS + parts + p
+            tl.store(told_ptr + place, tl.where(d == me, 0, hits))
 
 
 @triton.jit(do_not_specialize=["me", "bucket", "block_bytes"])
-def _gathered_in_kernel(
-    blocks_ptr, local_ptr, received_ptr, tokens_ptr, alive_ptr, me, bucket, width, block_bytes,
-    record_bytes, ids_at, weights_at, HEAD: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    ALIVE: tl.constexpr,
+def _gathered_kernel(
+    blocks_ptr, local_ptr, received_ptr, tokens_ptr, told_ptr, alive_ptr, me, bucket, width,
+    block_bytes, record_bytes, ids_at, weights_at, K: tl.constexpr, KP: tl.constexpr,
+    ALIVE: tl.constexpr, TOLD: tl.constexpr, HEAD: tl.constexpr, FACTS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, r): record t of rank r's block, its ids made local, -1 where not here."""
-    t = tl.program_id(0).to(tl.int64)
-    r = tl.program_id(1).to(tl.int64)
+    """Program (r, p): records of rank r's block, their ids made local, -1 where not here. With TOLD
+    also how many of these tokens have a choice here; the first of a rank copies its facts."""
+    parts = (bucket + TOKENS - 1) // TOKENS
+    r = (tl.program_id(0) // parts).to(tl.int64)
+    p = tl.program_id(0) % parts
+    t = p * TOKENS + tl.arange(0, TOKENS)
     choice = tl.arange(0, KP)
-    inside = choice < K
     block = blocks_ptr + r * block_bytes
     alive = 1
     if ALIVE:
         alive = tl.load(alive_ptr + r).to(tl.int32)
-    if t == 0:
-        tokens = tl.load(block.to(tl.pointer_type(tl.int32)))
-        tl.store(tokens_ptr + r, tl.where(alive != 0, tokens, 0))
-    record = block + HEAD + t * record_bytes
-    ids_ptr = (record + ids_at).to(tl.pointer_type(tl.int32))
-    local = tl.load(ids_ptr + choice, mask=inside, other=-1) - me * width
-    here = (local >= 0) & (local < width) & (alive != 0)
-    from_weights = (record + weights_at).to(tl.pointer_type(tl.float32))
-    weight = tl.load(from_weights + choice, mask=inside, other=0.0)
-    place = (r * bucket + t) * K
-    tl.store(local_ptr + place + choice, tl.where(here, local, -1), mask=inside)
-    tl.store(received_ptr + place + choice, weight, mask=inside)
-
-
-def gathered_out(
-    rank: torch.Tensor,
-    slot: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    block: torch.Tensor,
-    bucket: int,
-    num_tokens: int | torch.Tensor,
-    experts_a_rank: int,
-    head: int,
-    record_bytes: int,
-    at: tuple[int, ...],
-) -> None:
-    """Fill this rank's block, uint8 [head + B * record_bytes]: T as int32, then B records with ids
-    as rank * experts_a_rank + slot. Other fields of the records are left alone."""
-    num_rows, num_topk = rank.shape
-    counted = isinstance(num_tokens, torch.Tensor)
-    _gathered_out_kernel[(bucket,)](
-        rank, slot, weights, block, num_tokens if counted else rank, 0 if counted else num_tokens,
-        num_rows, experts_a_rank, record_bytes, *at, HEAD=head, K=num_topk,
-        KP=triton.next_power_of_2(num_topk), COUNT=counted, num_warps=1,
-    )  # fmt: skip
-
-
-def gathered_in(
-    blocks: torch.Tensor,
-    *,
-    me: int,
-    bucket: int,
-    num_topk: int,
-    alive: torch.Tensor | None,
-    experts_a_rank: int,
-    head: int,
-    record_bytes: int,
-    at: tuple[int, ...],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Read all ranks' blocks, uint8 [R, head + B * record_bytes].
-
-    Returns: local ids int32 [R, B, K], weights fp32 [R, B, K], T int32 [R].
-    """
-    num_ranks = blocks.shape[0]
-    shape, device = (num_ranks, bucket, num_topk), blocks.device
-    local_idx = torch.empty(shape, dtype=torch.int32, device=device)
-    weights = torch.empty(shape, dtype=torch.float32, device=device)
-    tokens = torch.empty(num_ranks, dtype=torch.int32, device=device)
-    _gathered_in_kernel[(bucket, num_ranks)](
-        blocks, local_idx, weights, tokens, tokens if alive is None else alive, me, bucket,
-        experts_a_rank, blocks.stride(0), record_bytes, *at, HEAD=head, K=num_topk,
-        KP=triton.next_power_of_2(num_topk), ALIVE=alive is not None, num_warps=1,
-    )  # fmt: skip
-    return local_idx, weights, tokens
+    record = (block + HEAD + t.to(tl.int64) * record_bytes)[:, None]
+    inside = (t < bucket)[:, None] & (choice < K)[None, :]
+    from_ids = (record + ids_at).to(tl.pointer_type(tl.int32)) + choice[None, :]
+    local = tl.load(from_ids, mask=inside, other=-1) - me * width
+    here = inside & (local >= 0) & (local < width) & (alive != 0)
+    from_weights = (record + weights_at).to(tl.pointer_type(tl.float32)) + choice[None, :]
+    weight = tl.load(from_weights, mask=inside, other=0.0)
+    place = (r * bucket + t)[:, None] * K + choice[None, :]
+    tl.store(local_ptr + place, tl.where(here, local, -1), mask=inside)
+    tl.store(received_ptr + place, weight, mask=inside)
+    if p == 0:
+        word = tl.arange(0, FACTS)
+        facts = tl.load(block.to(tl.pointer_type(tl.int32)) + word)
+        facts = tl.where(alive != 0, facts, 0)
+        tl.store(tokens_ptr + r, tl.sum(tl.where(word == 2, facts, 0), 0))
+        if TOLD:
+            tl.store(told_ptr + r * (FACTS + 2 * parts) + word, facts)
+    if TOLD:
+        hits = tl.sum(tl.max(here.to(tl.int32), 1), 0)
+        tl.store(told_ptr + r * (FACTS + 2 * parts) + FACTS + p, hits)

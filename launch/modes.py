@@ -14,8 +14,6 @@ from moe_comm.topology import Topology
 
 # Backends whose modes are ways of different libraries: named without a mode, all are meant.
 _ALL_MODES = ("deepep",)
-# c10d's capabilities are those of all its modes; this one alone can be captured.
-_CAPTURED = ("c10d", "dense")
 
 
 def verdicts(name: str, config: EPConfig, topology: Topology) -> dict[Reduction, Support]:
@@ -70,5 +68,4 @@ def expand(names: list[str], config: EPConfig, ranks: Ranks) -> list[str]:
 
 def can_capture(comm: Communicator) -> bool:
     """Whether this mode of the backend can be captured in a CUDA graph."""
-    can = "capture" in comm.capabilities or (comm.backend, comm.mode) == _CAPTURED
-    return can and comm.device.type == "cuda"
+    return "capture" in comm.capabilities and comm.device.type == "cuda"

@@ -23,13 +23,16 @@ def interpreted():
         yield ranks
 
 
-def with_kernels(context: RankContext, cases: list[Case]) -> None:
+def with_kernels(context: RankContext, cases: list[Case], backend: str | None) -> None:
     for case in cases:
-        check_case(context, case, kernels=True)
+        check_case(context, case, backend, kernels=True)
 
 
-@pytest.mark.parametrize("mode", ["exact", "dense"])
-def test_cases_by_kernels(interpreted, mode):
+@pytest.mark.parametrize(
+    ("mode", "backend"), [("exact", None), ("dense", None), ("exact", "vendor")]
+)
+def test_cases_by_kernels(interpreted, mode, backend):
+    """Over messages, where records are packed, and over collectives, where they are gathered."""
     first = case_of(
         mode, 4, routing="zipf:1+masked:0.2", config={"dispatch_wire": "fp8", "hidden": 48}
     )
@@ -37,9 +40,8 @@ def test_cases_by_kernels(interpreted, mode):
         {**OPTIONS[name], "config": {"hidden": 48, **OPTIONS[name].get("config", {})}}
         for name in NAMES
     ]
-    interpreted.run(
-        with_kernels, [first, *(case_of(mode, 4, **option) for option in options)], timeout_s=200.0
-    )
+    cases = [first, *(case_of(mode, 4, **option) for option in options)]
+    interpreted.run(with_kernels, cases, backend, timeout_s=200.0)
 
 
 def worked_examples(context: RankContext) -> list[Any]:

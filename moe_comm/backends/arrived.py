@@ -59,8 +59,10 @@ class ArrivedIndex:
             num_tokens_per_rank=self.num_tokens_per_rank,
             state=self,
         )
+        # Aliases: the backend keeps its own views of its memory.
+        extras = {name: tensor.detach() for name, tensor in extras.items()}
         return Dispatched(
-            rows=rows,
+            rows=rows.detach(),
             scales=extras.get("scales"),
             topk_idx=self.local_idx,
             topk_weights=self.weights,

@@ -51,7 +51,7 @@ class C10dCommunicator(Communicator):
     """The shared part; a mode adds how rows travel."""
 
     backend = "c10d"
-    capabilities = ("payloads", "autograd", "masking")
+    capabilities: tuple[str, ...] = ("payloads", "autograd", "masking")
 
     def __init__(self, config: EPConfig, group: Group) -> None:
         super().__init__(config, group)
@@ -144,6 +144,12 @@ class C10dCommunicator(Communicator):
             reserve=self.num_ranks * self.config.bucket * field.num_bytes,
         )
 
+    def _term_room(self, name: str, slot: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """[R, B, D] of a slot for terms of a combine; of the largest bucket's size, so that it
+        stays where graphs of smaller ones have it."""
+        most = self.num_ranks * self.config.bucket * shape[2] * dtype.itemsize
+        return self._slots[slot].tensor(name, shape, dtype, reserve=most)
+
     # The index and the result of dispatch.
 
     def _index(
@@ -155,12 +161,24 @@ class C10dCommunicator(Communicator):
         route: Any,
     ) -> Arrived:
         ranks, bucket, num_topk = local_idx.shape
-        offsets, row_index, position = device_math.expert_index(
+        index = device_math.expert_index(
             local_idx.view(ranks * bucket, num_topk),
             num_local_experts=self.num_local_experts,
             capacity=self.expert_row_capacity(bucket),
             status=self._status,
         )
+        return self._arrived(located, local_idx, weights, num_tokens_per_rank, index, route)
+
+    def _arrived(
+        self,
+        located: Located,
+        local_idx: Tensor,
+        weights: Tensor,
+        num_tokens_per_rank: Tensor,
+        index: tuple[Tensor, Tensor, Tensor],
+        route: Any,
+    ) -> Arrived:
+        offsets, row_index, position = index
         return Arrived(
             located=located,
             local_idx=local_idx,
@@ -175,6 +193,10 @@ class C10dCommunicator(Communicator):
 
     # Headers.
 
+    @property
+    def _compares_headers(self) -> bool:
+        return self._transport.has_headers or env.DEBUG.get()
+
     def _agree(self, phase: Phase, header: Header) -> None:
         """Compare headers with every other rank.
 
@@ -182,7 +204,7 @@ class C10dCommunicator(Communicator):
         exchange and a host sync, which a CUDA graph could not hold; without it, ranks in different
         calls wait for each other until the backend's own timeout.
         """
-        if not (self._transport.has_headers or env.DEBUG.get()):
+        if not self._compares_headers:
             return
         nothing = torch.zeros(self.num_ranks, dtype=torch.int32, device=self.device)
         told = self._transport.exchange_headers(phase, header_rows(header, nothing))
@@ -218,7 +240,7 @@ class C10dCommunicator(Communicator):
         else:
             y = call.y.detach().contiguous()
             shape = (*arrived.local_idx.shape[:2], y.shape[1])
-            rows = self._slots[call.handle.slot].tensor("partials", shape, y.dtype)
+            rows = self._term_room("partials", call.handle.slot, shape, y.dtype)
             device_math.partial_sums(
                 y,
                 arrived.weights.flatten(0, 1),

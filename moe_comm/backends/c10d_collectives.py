@@ -6,10 +6,10 @@ other waits are the backend's own to bound (NCCL's watchdog may abort the proces
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -47,8 +47,11 @@ class Collective(Transport):
     ) -> None:
         super().__init__(pg, peers, alive, wait_s, count)
         self.device = peers.device
-        # The list form takes each message from where it lies. Only NCCL's is known to work so.
-        self.has_lists = backend_for(pg, self.device.type) == "nccl"
+        # The list form takes each message from where it lies, and what nobody waits for at once
+        # runs on a stream of its own. Only of NCCL both are known.
+        self.on_nccl = backend_for(pg, self.device.type) == "nccl"
+        self.in_place = self.on_nccl or len(self.others) <= 1
+        self._nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def exchange_headers(
         self, phase: Phase, headers: Tensor, among: Sequence[int] | None = None
@@ -69,16 +72,23 @@ class Collective(Transport):
             theirs = torch.zeros_like(headers)
             theirs[self.alive] = came
         # One copy, since every copy to the host waits for the device.
-        mine, host = self._to_host(phase, torch.stack((headers, theirs)))
+        mine, host = self.to_host(phase, torch.stack((headers, theirs)))
         return Headers(mine=mine, theirs=host, on_device=theirs)
 
-    def _to_host(self, phase: Phase, tensor: Tensor) -> Tensor:
-        """A bounded copy: torch's own would wait for ever where a peer never comes."""
+    def to_host(self, phase: Phase, tensor: Tensor) -> Tensor:
+        """See Transport. Torch's own copy would wait for ever where a peer never comes."""
         if tensor.device.type == "cpu":
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         host.copy_(tensor, non_blocking=True)
-        event = torch.Event(tensor.device)
+        self.wait_device(phase)
+        return host
+
+    def wait_device(self, phase: Phase) -> None:
+        """See Transport."""
+        if self.device.type == "cpu":
+            return
+        event = torch.Event(self.device)
         event.record()
         start = looked = time.monotonic()
         while not event.query():
@@ -88,10 +98,9 @@ class Collective(Transport):
                 gone = self.peers.gone()
                 if gone or now - start > self.patience_s:
                     peer = gone[0] if gone else None
-                    raise self.fail(phase, peer, "headers did not arrive")
+                    raise self.fail(phase, peer, "counts did not arrive")
             if now - start > 0.001:
                 time.sleep(_POLL_S)
-        return host
 
     def all_to_all(
         self, phase: Phase, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], kind: Kind
@@ -99,12 +108,18 @@ class Collective(Transport):
         """See Transport."""
         del kind
         self.raise_if_lost()
-        empty = torch.empty(0, dtype=torch.uint8, device=self.device)
+        if not self.others:
+            return Done()
         for peer, tensor in sends.items():
             self.count(peer, tensor.nbytes)
-        give = [sends.get(rank, empty).view(-1) for rank in self.alive]
-        take = [recvs.get(rank, empty).view(-1) for rank in self.alive]
-        if self.has_lists:
+        if len(self.others) == 1:
+            (peer,) = self.others
+            return self._one_message(
+                phase, peer, sends.get(peer, self._nothing), recvs.get(peer, self._nothing)
+            )
+        give = [sends.get(rank, self._nothing).view(-1) for rank in self.alive]
+        take = [recvs.get(rank, self._nothing).view(-1) for rank in self.alive]
+        if self.on_nccl:
             with self.errors(phase):
                 work = dist.all_to_all(take, give, group=self.pg, async_op=True)
             return _CollectiveTransfer(self, phase, work, held=(give, take))
@@ -126,7 +141,18 @@ class Collective(Transport):
             copies = list(zip(take, parts, strict=True))
         return _CollectiveTransfer(self, phase, work, held=(packed, landing), copies=copies)
 
-    def all_gather(self, phase: Phase, buffer: Tensor, kind: Kind) -> Transfer:
+    def _one_message(self, phase: Phase, peer: int, give: Tensor, take: Tensor) -> Transfer:
+        """To and from the only other rank: no list, and nothing packed."""
+        given, taken = [0] * len(self.alive), [0] * len(self.alive)
+        at = self.alive.index(peer)
+        given[at], taken[at] = give.shape[0], take.shape[0]
+        with self.errors(phase):
+            work = dist.all_to_all_single(take, give, taken, given, group=self.pg, async_op=True)
+        return _CollectiveTransfer(self, phase, work, held=(give, take))
+
+    def all_gather(
+        self, phase: Phase, buffer: Tensor, kind: Kind, *, inline: bool = False
+    ) -> Transfer:
         """See Transport."""
         self.raise_if_lost()
         if buffer.numel() == 0:
@@ -138,11 +164,17 @@ class Collective(Transport):
                 {peer: buffer[peer] for peer in self.others},
                 kind,
             )
+        mine = buffer[self.rank]
         for peer in self.others:
-            self.count(peer, buffer[self.rank].nbytes)
+            self.count(peer, mine.nbytes)
         with self.errors(phase):
+            # NCCL's kernel on the current stream itself: no other stream waits for it, or it for
+            # them.
             work = dist.all_gather_into_tensor(
-                buffer.view(-1), buffer[self.rank], group=self.pg, async_op=True
+                buffer.view(-1),
+                mine,
+                group=self.pg,
+                async_op=not (inline and self.on_nccl),
             )
         return _CollectiveTransfer(self, phase, work, held=buffer)
 
@@ -151,7 +183,7 @@ class Collective(Transport):
         self.raise_if_lost()
         if send.numel() == 0:
             return Done()
-        if self.has_lists or len(self.alive) < send.shape[0]:
+        if self.in_place or len(self.alive) < send.shape[0]:
             # Leaves out the copy of the own row.
             return self.all_to_all(
                 phase,
@@ -177,17 +209,34 @@ class Collective(Transport):
             else:
                 work.wait()
 
-    @contextlib.contextmanager
-    def errors(self, phase: Phase) -> Iterator[None]:
+    def errors(self, phase: Phase) -> _Errors:
         """Turn what the backend raises into PeerTimeoutError."""
-        try:
-            yield
-        except (ValueError, TypeError, NotImplementedError):
-            raise
-        except RuntimeError as error:
-            gone = self.peers.gone()
-            detail = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            raise self.fail(phase, gone[0] if gone else None, detail) from error
+        return _Errors(self, phase)
+
+
+class _Errors:
+    """See Collective.errors. A class, since a generator costs a call more than all it does."""
+
+    __slots__ = ("_phase", "_transport")
+
+    def __init__(self, transport: Collective, phase: Phase) -> None:
+        self._transport, self._phase = transport, phase
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, NotImplementedError):
+            return
+        transport = self._transport
+        gone = transport.peers.gone()
+        detail = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise transport.fail(self._phase, gone[0] if gone else None, detail) from error
 
 
 class _CollectiveTransfer(Transfer):

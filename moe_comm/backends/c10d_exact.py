@@ -1,16 +1,17 @@
 """c10d, mode exact: counts on the host, then one row per (token, destination rank), packed.
 
-Headers with the counts come first; then records (ids, weights, scales, payloads, the token's
-number) and rows, as two exchanges, so that index work overlaps with the rows' arrival and rows
-need no copy: a rank that sends (nearly) all its tokens sends x as it lies, and they are received
-where they belong. The way back is the same plan with the roles exchanged.
+Two ways for what travels beside rows. Where it is small and headers are not cheap, it is gathered
+(c10d_gathered), and the counts are taken from it; else headers with counts come first, and records
+are packed (c10d_packed). Rows need no copy: a rank that sends (nearly) all its tokens sends x as it
+lies, and they are received where they belong. The way back is the same plan with the roles
+exchanged.
 
 Shape legend: T this rank's tokens, R ranks, B the bucket, K choices, H hidden.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,45 +19,35 @@ import torch
 from torch import Tensor
 
 from moe_comm.backends import device_math
-from moe_comm.backends.c10d_base import Arrived, C10dCommunicator
-from moe_comm.backends.c10d_plan import Plan
-from moe_comm.backends.c10d_routing import Located
-from moe_comm.backends.c10d_transport import (
-    Done,
-    Header,
-    Headers,
-    Kind,
-    Phase,
-    Transfer,
-)
-from moe_comm.backends.packing import (
-    Field,
-    RecordLayout,
-    Workspace,
-    as_bytes,
-    put_rows,
-    take_rows,
-)
+from moe_comm.backends.c10d_base import Arrived
+from moe_comm.backends.c10d_gathered import GatheredRecords, Gathering
+from moe_comm.backends.c10d_packed import PackedRecords, Packing
+from moe_comm.backends.c10d_plan import GatheredPlan, Plan
+from moe_comm.backends.c10d_routing import rows_sent
+from moe_comm.backends.c10d_transport import Header, Kind, Phase, Transfer, check_header
+from moe_comm.backends.packing import as_bytes, put_rows, take_rows
 from moe_comm.calls import CombineCall, DispatchCall
 from moe_comm.handle import Dispatched
 from moe_comm.wire import Wire
 
+# Bytes of all ranks' records at the size of the bucket, up to which gathering them takes less than
+# an exchange of counts beside one of packed records.
+_GATHERED_BYTES = 8 << 20
+
 
 @dataclass(kw_only=True, eq=False)
 class _Sent:
-    """A dispatch between its halves."""
+    """A dispatch between its halves; `routing` where it was gathered and is new: local ids, weights
+    and T of each rank."""
 
+    records: Gathering | Packing
     plan: Plan
-    to: Located | None
-    headers: Headers | None
+    routing: tuple[Tensor, Tensor, Tensor] | None
     values: Tensor
     scales: Tensor | None
-    layout: RecordLayout
-    records: Tensor
-    record_transfer: Transfer
     rows: Tensor
-    staged: Tensor
-    row_transfer: Transfer
+    staged: Tensor | None
+    transfer: Transfer
 
 
 @dataclass(kw_only=True, eq=False)
@@ -78,191 +69,149 @@ class _Back:
     ways: list[_Way]
 
 
-class ExactCommunicator(C10dCommunicator):
+class ExactCommunicator(GatheredRecords, PackedRecords):
     """See the module."""
 
     mode = "exact"
+    _tells = True
 
     # Dispatch.
 
     def _start_dispatch(self, call: DispatchCall) -> _Sent:
         values, scales = self._on_wire(call)
-        extras = self._record_fields(call, scales)
-        to: Located | None = None
-        headers: Headers | None = None
-        if call.reuse is None:
-            token = Field(name="token", dtype=torch.int32)
-            layout = RecordLayout([*self._routing_fields(call), *extras, token])
-            to, plan, headers = self._plan(call, values, layout)
+        records: Gathering | Packing
+        plan: Plan
+        routing: tuple[Tensor, Tensor, Tensor] | None = None
+        packed: Tensor | None = None
+        if self._gathers(call, scales):
+            lane = self._lane(call, values, scales)
+            rows = lane.rows
+            records = self._gather(call, lane, scales, inline=True)
+            if call.reuse is None:
+                routing, plan = self._read_blocks(call, records)
+            else:
+                plan = self._reusable(call.reuse).route
         else:
-            layout = RecordLayout(extras)
-            plan = self._reusable(call.reuse).route
-            self._agree(Phase.DISPATCH, self._header(call, values, layout))
-        slot, width = self._slots[call.slot], as_bytes(values).shape[1]
-        packing = [p for p in self._transport.others if not plan.sends_all(p)]
-        packed = slot.tensor("rows out", (sum(plan.sent[p] for p in packing), width), torch.uint8)
-        records = slot.tensor("records out", (sum(plan.sent), layout.num_bytes), torch.uint8)
-        self._router.pack(
-            plan,
-            to,
-            layout,
-            call.topk_weights.detach(),
-            as_bytes(values),
-            records=records,
-            packed=packed,
-            packing=packing,
-        )
-        if extras:
-            self._write_extras(records, layout, call, scales, plan.index)
-        landing, record_transfer = self._send_records(plan, records, slot)
-        rows, staged, row_transfer = self._send_rows(call, plan, values, packed)
+            records = self._pack(call, values, scales)
+            plan, packed = records.plan, records.packed
+            rows = self._row_room(call, values)
+        staged, transfer = self._send_rows(call, plan, values, packed)
         return _Sent(
+            records=records,
             plan=plan,
-            to=to,
-            headers=headers,
+            routing=routing,
             values=values,
             scales=scales,
-            layout=layout,
-            records=landing,
-            record_transfer=record_transfer,
             rows=rows,
             staged=staged,
-            row_transfer=row_transfer,
+            transfer=transfer,
         )
 
-    @staticmethod
-    def _header(
-        call: DispatchCall, values: Tensor, layout: RecordLayout, num_tokens: int = 0
-    ) -> Header:
-        return Header(
-            phase=Phase.DISPATCH,
-            call=call.call,
-            num_tokens=num_tokens,
-            num_rows=0,
-            bucket=call.bucket,
-            row_bytes=values.shape[1] * values.dtype.itemsize,
-            record_bytes=layout.num_bytes,
-        )
+    def _gathers(self, call: DispatchCall, scales: Tensor | None) -> bool:
+        """Whether records are gathered: depends on what all ranks know alike."""
+        if self._transport.has_headers or call.bucket == 0:
+            return False
+        # Ids are int32.
+        record = self.config.num_topk * (4 + call.topk_weights.dtype.itemsize)
+        for extra in (*([] if scales is None else [scales]), *call.payloads.values()):
+            record += math.prod(extra.shape[1:]) * extra.dtype.itemsize
+        return self.num_ranks * call.bucket * record <= _GATHERED_BYTES
 
-    def _plan(
-        self, call: DispatchCall, values: Tensor, layout: RecordLayout
-    ) -> tuple[Located, Plan, Headers]:
-        """Exchange counts. Blocks the host."""
-        num_tokens = self._host_tokens(call.num_tokens, call.num_rows)
-        to = self._router.locate(call.topk_idx, num_tokens)
-        header = self._header(call, values, layout, num_tokens)
-        positions, mine = self._router.choose(to, header)
-        told = self._transport.exchange_headers(Phase.DISPATCH, mine)
-        self._check_headers(header, told.theirs, self._transport.others)
-        tokens_of = [int(count) for count in told.theirs[:, 2].tolist()]
-        tokens_of[self.rank] = num_tokens
-        received = [int(count) for count in told.theirs[:, 3].tolist()]
+    def _read_blocks(
+        self, call: DispatchCall, gathering: Gathering
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], GatheredPlan]:
+        """The routing, and the plan that follows. Blocks the host."""
+        blocks, to = gathering.lane.blocks, gathering.located
+        assert to is not None
+        gathering.transfer.wait()
+        routing = blocks.read(call.topk_weights)
+        local_idx = routing[0]
+        told = blocks.told(self._transport, to, local_idx)
+        mine = told.facts[self.rank]
+        for peer in self._transport.others:
+            facts = told.facts[peer]
+            if facts[:2] != mine[:2] or facts[4:] != mine[4:]:
+                check_header(Header(*mine[:-1]), Header(*facts[:-1]), peer)
+        tokens_of = [facts[2] for facts in told.facts]
+        num_tokens, num_ranks = tokens_of[self.rank], range(self.num_ranks)
+        received = [rows_sent(told.counts[rank][0], tokens_of[rank]) for rank in num_ranks]
         received[self.rank] = 0
-        plan = Plan(
+        plan = GatheredPlan(
             num_tokens=num_tokens,
-            sent=[int(count) for count in told.mine[:, 3].tolist()],
+            sent=[rows_sent(count[1], num_tokens) for count in told.counts],
             received=received,
             tokens_of=tokens_of,
-            positions=positions,
-            headers=mine,
+            rank=to.rank,
+            local_idx=local_idx,
         )
-        return to, plan, told
-
-    def _send_records(
-        self, plan: Plan, records: Tensor, slot: Workspace
-    ) -> tuple[Tensor, Transfer]:
-        size = records.shape[1]
-        landing = slot.tensor("records in", (sum(plan.received), size), torch.uint8)
-        if size == 0:
-            return landing, Done()
-        transfer = self._transport.all_to_all(
-            Phase.DISPATCH,
-            {p: records[plan.to(p)] for p in self._transport.others if plan.sent[p]},
-            {p: landing[plan.come_from(p)] for p in self._transport.others if plan.received[p]},
-            Kind.RECORDS,
-        )
-        return landing, transfer
+        return routing, plan
 
     def _send_rows(
-        self, call: DispatchCall, plan: Plan, values: Tensor, packed: Tensor
-    ) -> tuple[Tensor, Tensor, Transfer]:
-        """Rows under way, also this rank's own: [R, B, H], and what is still packed."""
-        others, bucket, mine = self._transport.others, call.bucket, plan.num_tokens
+        self, call: DispatchCall, plan: Plan, values: Tensor, packed: Tensor | None
+    ) -> tuple[Tensor | None, Transfer]:
+        """Rows under way, straight into their places; the rest, from ranks that do not send all,
+        into what is returned. `packed`: the rows for the ranks that do not get all, where that was
+        done already."""
+        bucket, mine, slot = call.bucket, plan.num_tokens, self._slots[call.slot]
         source = as_bytes(values)
-        rows = self._row_room(call, values)
-        places = as_bytes(rows.flatten(0, 1))
-        packing = [p for p in others if not plan.sends_all(p)]
-        sends = {p: source[:mine] for p in others if plan.sends_all(p)}
-        sends.update(zip(packing, packed.split([plan.sent[p] for p in packing]), strict=True))
-        landing = [p for p in others if not plan.receives_all(p)]
-        recvs = {
-            p: places[p * bucket : p * bucket + plan.received[p]]
-            for p in others
-            if plan.receives_all(p)
-        }
-        sizes = [plan.received[p] for p in landing]
-        staged = self._slots[call.slot].tensor(
-            "rows in", (sum(sizes), source.shape[1]), torch.uint8
-        )
-        recvs.update(zip(landing, staged.split(sizes), strict=True))
-        transfer = self._transport.all_to_all(Phase.DISPATCH, sends, recvs, Kind.ROWS)
-        # While they travel: this rank's own rows, all of them, since a copy is cheaper than a
-        # choice.
-        rows[self.rank, :mine].copy_(values[:mine])
-        return rows, staged, transfer
+        width = source.shape[1]
+        places = slot.tensor("rows", (self.num_ranks * bucket, width), torch.uint8)
+        valid = source[:mine] if mine < source.shape[0] else source
+        sends: dict[int, Tensor] = {}
+        recvs: dict[int, Tensor] = {}
+        packing, landing = [], []
+        for peer in self._transport.others:
+            if plan.sends_all(peer):
+                sends[peer] = valid
+            else:
+                packing.append(peer)
+            if plan.receives_all(peer):
+                start = peer * bucket
+                recvs[peer] = places[start : start + plan.received[peer]]
+            else:
+                landing.append(peer)
+        if packing:
+            sizes = [plan.sent[peer] for peer in packing]
+            if packed is None:
+                packed = slot.tensor("rows out", (sum(sizes), width), torch.uint8)
+                if packed.shape[0]:
+                    take_rows(source, torch.cat([plan.index[plan.to(p)] for p in packing]), packed)
+            sends.update(zip(packing, packed.split(sizes), strict=True))
+        staged = None
+        if landing:
+            sizes = [plan.received[peer] for peer in landing]
+            staged = slot.tensor("rows in", (sum(sizes), width), torch.uint8)
+            recvs.update(zip(landing, staged.split(sizes), strict=True))
+        return staged, self._transport.all_to_all(Phase.DISPATCH, sends, recvs, Kind.ROWS)
 
     def _finish_dispatch(self, call: DispatchCall, state: _Sent) -> Dispatched:
-        state.record_transfer.wait()
-        plan, to = state.plan, state.to
-        if to is None:
-            assert call.reuse is not None
+        records, plan = state.records, state.plan
+        records.transfer.wait()
+        if call.reuse is not None:
             arrived: Arrived = call.reuse.state
-        else:
-            arrived = self._arrive(call, state, to)
+        elif isinstance(records, Packing):
+            arrived = self._unpack(call, records)
             plan = arrived.route
-        extras = self._read_extras(call, plan, state)
-        state.row_transfer.wait()
-        self._place_rows(call, plan, state)
+        else:
+            assert state.routing is not None
+            arrived = self._gathered_index(records, state.routing, plan)
+        # While rows travel: this rank's own, all of them, since a copy is cheaper than a choice.
+        mine = plan.num_tokens
+        state.rows[self.rank, :mine].copy_(state.values[:mine])
+        if isinstance(records, Packing):
+            extras = self._packed_extras(call, plan, records, state.scales)
+        else:
+            extras = self._gathered_extras(call, records)
+        state.transfer.wait()
+        self._place_rows(plan, state)
         return arrived.dispatched(call, plan.num_tokens, state.rows, extras, self.config.wire)
 
-    def _arrive(self, call: DispatchCall, state: _Sent, to: Located) -> Arrived:
-        """Read the routing out of the records, and index it."""
-        assert state.headers is not None
-        local_idx, weights, places, tokens = self._router.unpack(
-            state.plan,
-            to,
-            state.layout,
-            call.topk_weights.detach(),
-            state.records,
-            state.headers,
-            bucket=call.bucket,
-        )
-        plan = dataclasses.replace(state.plan, places=places)
-        return self._index(to, local_idx, weights, tokens, plan)
-
-    def _read_extras(self, call: DispatchCall, plan: Plan, state: _Sent) -> dict[str, Tensor]:
-        extras: dict[str, Tensor] = {}
-        for name, field in state.layout.fields.items():
-            if name in ("ids", "weights", "token"):
-                continue
-            room = self._extra_room(call, field)
-            flat = room.flatten(0, 1)
-            assert plan.places is not None
-            if field.num_bytes:
-                flat[plan.places] = state.layout.view(state.records, name)
-                own = state.scales if name == "scales" else call.payloads[name[len("payload ") :]]
-                assert own is not None
-                room[self.rank, : plan.num_tokens] = own.detach()[: plan.num_tokens]
-            extras[name] = room
-        return extras
-
-    def _place_rows(self, call: DispatchCall, plan: Plan, state: _Sent) -> None:
+    def _place_rows(self, plan: Plan, state: _Sent) -> None:
         """Rows that were received packed, to their places."""
         landing = [
             p for p in self._transport.others if plan.received[p] and not plan.receives_all(p)
         ]
-        if landing:
-            assert plan.places is not None
+        if landing and state.staged is not None:
             index = torch.cat([plan.places[plan.come_from(p)] for p in landing])
             put_rows(as_bytes(state.rows.flatten(0, 1)), index, state.staged)
 
@@ -274,11 +223,11 @@ class ExactCommunicator(C10dCommunicator):
         slot = call.handle.slot
         self._agree_back(call, phase)
         values, scales = self._partials(call, arrived, form)
-        back = self._slots[slot].tensor("back", values.shape, values.dtype)
+        back = self._term_room("back", slot, values.shape, values.dtype)
         ways = [self._send_back(plan, values, back, slot, phase, Kind.BACK_ROWS)]
         factors = None
         if scales is not None:
-            factors = self._slots[slot].tensor("back scales", scales.shape, scales.dtype)
+            factors = self._term_room("back scales", slot, scales.shape, scales.dtype)
             ways.append(self._send_back(plan, scales, factors, slot, phase, Kind.BACK_SCALES))
         return _Back(terms=back, scales=factors, ways=ways)
 
@@ -297,7 +246,6 @@ class ExactCommunicator(C10dCommunicator):
             if plan.receives_all(p)
         }
         if packing:
-            assert plan.places is not None
             index = torch.cat([plan.places[plan.come_from(p)] for p in packing])
             packed = space.tensor(f"{kind.name} out", (index.shape[0], width), torch.uint8)
             take_rows(source, index, packed)

@@ -46,8 +46,11 @@ class PointToPoint(Transport):
         """See Transport."""
         return self._messages(phase, sends, recvs, kind)
 
-    def all_gather(self, phase: Phase, buffer: Tensor, kind: Kind) -> Transfer:
+    def all_gather(
+        self, phase: Phase, buffer: Tensor, kind: Kind, *, inline: bool = False
+    ) -> Transfer:
         """See Transport."""
+        del inline
         return self._messages(
             phase,
             dict.fromkeys(self.others, buffer[self.rank]),

@@ -1,4 +1,5 @@
-"""Routing steps of the c10d modes: where choices lie, who gets which token, records out and in.
+"""Routing steps of the c10d modes: where choices lie, who gets which token, packed records out and
+in. What is gathered instead of packed: c10d_blocks.
 
 Each step is one Triton launch where kernels are used, and some lines of torch elsewhere; both give
 the same. Shape legend: T this rank's tokens, R ranks, B the bucket, K choices, N records.
@@ -13,21 +14,25 @@ from torch import Tensor
 
 from moe_comm import layout
 from moe_comm.backends import device_math
-from moe_comm.backends.c10d_plan import Plan
+from moe_comm.backends.c10d_plan import PackedPlan, Plan
 from moe_comm.backends.c10d_transport import Header, Headers, header_rows
 from moe_comm.backends.packing import RecordLayout, take_rows
 from moe_comm.status import StatusBit
 
 # Where packing would leave out less than one row in this many, all rows are sent as they lie.
 _WHOLE_SHARE = 128
-# The head of a gathered block: its T as int32, padded for the alignment of what follows.
-HEAD_BYTES = 16
+
+
+def rows_sent(count: int, num_tokens: int) -> int:
+    """Rows that go to a rank that `count` of `num_tokens` tokens have a choice on."""
+    whole = count > 0 and count * _WHOLE_SHARE >= num_tokens * (_WHOLE_SHARE - 1)
+    return num_tokens if whole else count
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Located:
-    """Where choices lie: rank and slot [T, K] int32 and ids [T, K] int64, -1 where masked; and
-    reaches [T, R] bool, where kernels don't do without it."""
+    """Where choices lie: rank and slot [T, K] int32, -1 where masked; ids [T, K], likewise or as
+    given; and reaches [T, R] bool, where kernels don't do without it."""
 
     rank: Tensor
     slot: Tensor
@@ -66,7 +71,8 @@ class Router:
         self.device = status.device
         self.alive: Tensor | None = None
 
-    def _fits(self, weights: Tensor) -> bool:
+    def fits(self, weights: Tensor) -> bool:
+        """Whether kernels take these weights."""
         return self.uses_kernels and weights.dtype == torch.float32
 
     def locate(self, topk_idx: Tensor, num_tokens: int | Tensor) -> Located:
@@ -150,7 +156,12 @@ class Router:
     ) -> None:
         """Routing (where `to` is given) into `records` [N, bytes], by rank, and the rows `source`
         [T, bytes] for the ranks in `packing` into `packed`."""
-        if to is not None and self._fits(weights) and source.shape[1] % 4 == 0:
+        if (
+            to is not None
+            and isinstance(plan, PackedPlan)
+            and self.fits(weights)
+            and source.shape[1] % 4 == 0
+        ):
             from moe_comm.kernels.route_tokens import pack
 
             pack(
@@ -177,7 +188,7 @@ class Router:
 
     def unpack(
         self,
-        plan: Plan,
+        plan: PackedPlan,
         to: Located,
         form: RecordLayout,
         weights: Tensor,
@@ -193,7 +204,7 @@ class Router:
         """
         shape = (self.num_ranks, bucket, weights.shape[1])
         local_idx = torch.full(shape, -1, dtype=torch.int32, device=self.device)
-        if self._fits(weights):
+        if self.fits(weights):
             from moe_comm.kernels.route_tokens import unpack
 
             received = torch.empty(shape, dtype=weights.dtype, device=self.device)
@@ -226,70 +237,3 @@ class Router:
         repeats = torch.tensor(counts).to(self.device, non_blocking=True)
         ranks = torch.arange(self.num_ranks, device=self.device, dtype=dtype)
         return ranks.repeat_interleave(repeats, output_size=sum(counts))
-
-    # Gathered blocks. A choice travels as rank * width + slot, so each rank picks its own.
-
-    def write_block(
-        self,
-        to: Located,
-        form: RecordLayout,
-        weights: Tensor,
-        num_tokens: int | Tensor,
-        block: Tensor,
-        *,
-        bucket: int,
-    ) -> None:
-        """T and the routing into this rank's block, uint8 [HEAD_BYTES + B * bytes]."""
-        if self._fits(weights) and bucket:
-            from moe_comm.kernels.gathered_records import gathered_out
-
-            gathered_out(
-                to.rank,
-                to.slot,
-                weights.contiguous(),
-                block=block,
-                bucket=bucket,
-                num_tokens=num_tokens,
-                experts_a_rank=self.width,
-                head=HEAD_BYTES,
-                record_bytes=form.num_bytes,
-                at=form.start("ids", "weights"),
-            )
-            return
-        block[:4].view(torch.int32).fill_(num_tokens)
-        records = block[HEAD_BYTES:].view(bucket, form.num_bytes)
-        num_rows, ids = weights.shape[0], form.view(records, "ids")
-        ids[num_rows:] = -1
-        ids[:num_rows] = torch.where(to.rank >= 0, to.rank * self.width + to.slot, -1)
-        form.view(records[:num_rows], "weights").copy_(weights)
-
-    def read_blocks(
-        self, blocks: Tensor, form: RecordLayout, like: Tensor, *, bucket: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The routing in all ranks' blocks [R, HEAD_BYTES + B * bytes]; `like` [T, K] has the
-        weights' dtype. Nothing is read of a rank that is not alive.
-
-        Returns: local ids [R, B, K] int32, weights [R, B, K], T of each rank [R] int32.
-        """
-        if self._fits(like) and bucket:
-            from moe_comm.kernels.gathered_records import gathered_in
-
-            return gathered_in(
-                blocks,
-                me=self.rank,
-                bucket=bucket,
-                num_topk=like.shape[1],
-                alive=self.alive,
-                experts_a_rank=self.width,
-                head=HEAD_BYTES,
-                record_bytes=form.num_bytes,
-                at=form.start("ids", "weights"),
-            )
-        records = blocks[:, HEAD_BYTES:].view(self.num_ranks, bucket, form.num_bytes)
-        tokens = blocks[:, :4].view(torch.int32).squeeze(1).clone()
-        local_idx = form.view(records, "ids") - self.rank * self.width
-        here = (local_idx >= 0) & (local_idx < self.width)
-        if self.alive is not None:
-            tokens = torch.where(self.alive, tokens, 0)
-            here &= self.alive.view(-1, 1, 1)
-        return torch.where(here, local_idx, -1), form.view(records, "weights").clone(), tokens

@@ -135,9 +135,12 @@ class Transport(abc.ABC):
         alive: the communicator's ranks that take part, ascending, this one included.
         count: told (peer, bytes) of all that is sent.
         has_headers: headers are cheap here and are exchanged before every call.
+        in_place: all_to_all takes every message from where it lies, one tensor for several peers
+            included, and leaves it where it belongs.
     """
 
     has_headers: bool
+    in_place = True
 
     def __init__(
         self,
@@ -171,13 +174,28 @@ class Transport(abc.ABC):
         """Send and receive one contiguous uint8 tensor a peer; peers left out move nothing."""
 
     @abc.abstractmethod
-    def all_gather(self, phase: Phase, buffer: Tensor, kind: Kind) -> Transfer:
-        """In place on uint8 [R, n], contiguous: row `rank` of every rank comes to all."""
+    def all_gather(
+        self, phase: Phase, buffer: Tensor, kind: Kind, *, inline: bool = False
+    ) -> Transfer:
+        """In place on uint8 [R, n], contiguous: row `rank` of every rank comes to all.
+
+        inline: what follows on the current stream needs it at once.
+        """
 
     @abc.abstractmethod
     def all_to_all_equal(self, phase: Phase, send: Tensor, recv: Tensor, kind: Kind) -> Transfer:
         """uint8 [R, n] each, contiguous: row r goes to rank r. This rank's own row of `recv` is
-        undefined afterwards."""
+        left alone, or becomes that of `send`."""
+
+    def to_host(self, phase: Phase, tensor: Tensor) -> Tensor:
+        """A copy on the host, after what lies before it on the current stream; the wait is bounded.
+        On a CPU the tensor itself."""
+        del phase
+        return tensor
+
+    def wait_device(self, phase: Phase) -> None:
+        """Block the host until the current stream is done; the wait is bounded. On a CPU it is."""
+        del phase
 
     def raise_if_lost(self) -> None:
         """A group that lost a rank stays lost: its connections are in an unknown state."""

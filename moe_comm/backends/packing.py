@@ -112,12 +112,22 @@ def put_rows(target: Tensor, index: Tensor, rows: Tensor) -> None:
             target.index_copy_(0, index, rows)
 
 
+# Views kept by a workspace: enough for what recurs.
+_MOST_VIEWS = 256
+
+
 class Workspace:
-    """Named buffers of one slot: allocated at first use, kept, grown where a call needs more."""
+    """Named buffers of one slot: allocated at first use, kept, grown where a call needs more.
+
+    Attributes:
+        age: grows whenever a buffer is replaced: what others keep of it is out of date then.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._buffers: dict[str, Tensor] = {}
+        self._views: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
+        self.age = 0
 
     def bytes(self, name: str, num_bytes: int, *, reserve: int = 0) -> Tensor:
         """uint8 [num_bytes] of the buffer `name`, which is made at least `reserve` bytes large."""
@@ -125,15 +135,29 @@ class Workspace:
         if have is None or have.numel() < num_bytes:
             have = torch.empty(max(num_bytes, reserve), dtype=torch.uint8, device=self.device)
             self._buffers[name] = have
+            self._outdate()
         return have[:num_bytes]
 
     def tensor(
         self, name: str, shape: Sequence[int], dtype: torch.dtype, *, reserve: int = 0
     ) -> Tensor:
-        """A tensor in the buffer `name`; `reserve` as for bytes()."""
-        num_bytes = math.prod(shape) * dtype.itemsize
-        return self.bytes(name, num_bytes, reserve=reserve).view(dtype).view(*shape)
+        """A tensor in the buffer `name`; `reserve` as for bytes(). The same object each time: what
+        callers outside get is an alias of it."""
+        key = (name, tuple(shape), dtype)
+        found = self._views.get(key)
+        if found is None:
+            num_bytes = math.prod(shape) * dtype.itemsize
+            found = self.bytes(name, num_bytes, reserve=reserve).view(dtype).view(*shape)
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            self._views[key] = found
+        return found
 
     def clear(self) -> None:
         """Free everything."""
         self._buffers.clear()
+        self._outdate()
+
+    def _outdate(self) -> None:
+        self._views.clear()
+        self.age += 1

@@ -1,0 +1,213 @@
+"""Gathered blocks: every rank tells all the routing of all its tokens, and each picks its own.
+
+A rank's block is facts (int32: phase, call, T, 0, bucket, bytes of a row, bytes of a record, 0)
+and B records. A choice travels as rank * width + slot, width the largest number of experts on a
+rank. One Triton launch before the exchange and one after it where kernels are used, and some lines
+of torch elsewhere; both give the same.
+
+Shape legend: T this rank's tokens, R ranks, B the bucket, K choices.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_comm.backends.c10d_index import IndexLaunches
+from moe_comm.backends.c10d_routing import Located, Router
+from moe_comm.backends.c10d_transport import Phase, Transport
+from moe_comm.backends.packing import RecordLayout
+from moe_comm.backends.slab_launch import Form, Places, launch
+
+# Numbers of the facts; a multiple of 16 bytes, for the alignment of what follows.
+FACTS = 8
+HEAD_BYTES = 4 * FACTS
+# Arguments of _announce_kernel that differ from call to call.
+_GIVEN = 8
+
+
+class Told:
+    """What the blocks say, on the host.
+
+    Attributes:
+        facts: of each rank; all 0 for ranks that take no part.
+        counts: of each rank (tokens of it that have a choice here, this rank's tokens that have a
+            choice there).
+    """
+
+    __slots__ = ("counts", "facts")
+
+    def __init__(self, facts: list[list[int]], counts: list[list[int]]) -> None:
+        self.facts, self.counts = facts, counts
+
+
+class Blocks:
+    """The blocks of one slot and bucket.
+
+    Args:
+        router: resolves choices.
+        form: of the records.
+        memory: uint8 [R, HEAD_BYTES + B * bytes], or without the head where no routing travels.
+        bucket: B. row_bytes: a fact.
+        index: groups what came by expert where kernels do; None elsewhere, and where no routing
+            travels.
+        tells: the host will ask what the blocks say.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        form: RecordLayout,
+        memory: Tensor,
+        *,
+        bucket: int,
+        row_bytes: int,
+        index: IndexLaunches | None,
+        tells: bool,
+    ) -> None:
+        self.router, self.form, self.memory, self.bucket = router, form, memory, bucket
+        self.row_bytes, self.index, self.tells = row_bytes, index, tells
+        self.mine = memory[router.rank]
+        self.head = memory.shape[1] - bucket * form.num_bytes
+        if index is not None:
+            self._prepare(index.num_topk)
+
+    def _prepare(self, num_topk: int) -> None:
+        """Set up the two launches."""
+        from moe_comm.kernels import gathered_records as kernels
+
+        router, form = self.router, self.form
+        self._programs = kernels.programs(self.bucket)
+        table = self.memory.view(-1)
+        if self.tells:
+            shape = (router.num_ranks, FACTS + 2 * self._programs)
+            # In memory that the device writes and the host reads.
+            pinned = router.device.type == "cuda"
+            table = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
+            rows: Any = table.numpy()
+            self._facts = rows[:, :FACTS]
+            self._parts = rows[:, FACTS:].reshape(router.num_ranks, 2, self._programs)
+        ids_at, weights_at = form.start("ids", "weights")
+        shared: dict[str, Tensor | int] = {
+            "told_ptr": table, "alive_ptr": self.memory if router.alive is None else router.alive,
+            "me": router.rank, "bucket": self.bucket, "width": router.width,
+            "record_bytes": form.num_bytes, "ids_at": ids_at, "weights_at": weights_at,
+        }  # fmt: skip
+        constants = {
+            "K": num_topk, "KP": 1 << (num_topk - 1).bit_length(),
+            "ALIVE": router.alive is not None, "TOLD": self.tells, "HEAD": HEAD_BYTES,
+            "FACTS": FACTS, "TOKENS": kernels.TOKENS,
+        }  # fmt: skip
+        self._announce = Places(
+            kernels._announce_kernel, _GIVEN, block_ptr=self.mine, table_ptr=router.copy_table,
+            copies_ptr=router.num_copies, status_ptr=router.status, phase=int(Phase.DISPATCH),
+            row_bytes=self.row_bytes, E=router.num_copies.shape[0], R=router.num_ranks, **shared,
+        )  # fmt: skip
+        self._gathered = Places(
+            kernels._gathered_kernel, 3, blocks_ptr=self.memory, block_bytes=self.memory.stride(0),
+            **shared,
+        )  # fmt: skip
+        # One where T is on the device, and one where it is not.
+        self._announced = [
+            Form({**constants, "C": router.copy_table.shape[1], "COUNT": on_device}, blocks=1)
+            for on_device in (False, True)
+        ]
+        self._read = Form(constants, blocks=1)
+
+    @property
+    def records(self) -> Tensor:
+        """uint8 [R, B, bytes] of all ranks."""
+        shape = (self.router.num_ranks, self.bucket, self.form.num_bytes)
+        return self.memory[:, self.head :].view(shape)
+
+    def write(
+        self, topk_idx: Tensor, weights: Tensor, num_tokens: int | Tensor, call: int
+    ) -> Located:
+        """Resolve ids [T, K], and put the facts and the routing into this rank's block.
+
+        Args:
+            num_tokens: in [0, T]; a tensor is clamped.
+            call: number of the dispatch.
+        """
+        if self.index is not None:
+            from moe_comm.kernels.gathered_records import _announce_kernel
+
+            rank = topk_idx.new_empty(topk_idx.shape, dtype=torch.int32)
+            slot = torch.empty_like(rank)
+            on_device = isinstance(num_tokens, Tensor)
+            given = (
+                topk_idx.contiguous(), weights.contiguous(), rank, slot,
+                num_tokens if isinstance(num_tokens, Tensor) else rank,
+                0 if isinstance(num_tokens, Tensor) else num_tokens, topk_idx.shape[0], call,
+            )  # fmt: skip
+            form = self._announced[on_device]
+            launch(_announce_kernel, self._programs, self._announce, form, given)
+            return Located(rank=rank, slot=slot, ids=topk_idx)
+        if isinstance(num_tokens, Tensor):
+            num_tokens = num_tokens.reshape(()).clamp(0, topk_idx.shape[0])
+        to = self.router.locate(topk_idx, num_tokens)
+        facts = self.mine[:HEAD_BYTES].view(torch.int32)
+        if self.tells:
+            record_bytes = self.form.num_bytes
+            known = [Phase.DISPATCH, call, 0, 0, self.bucket, self.row_bytes, record_bytes, 0]
+            facts.copy_(torch.tensor(known, dtype=torch.int32))
+        facts[2].fill_(num_tokens)
+        records = self.mine[HEAD_BYTES:].view(self.bucket, self.form.num_bytes)
+        num_rows, ids = weights.shape[0], self.form.view(records, "ids")
+        ids[num_rows:] = -1
+        ids[:num_rows] = torch.where(to.rank >= 0, to.rank * self.router.width + to.slot, -1)
+        self.form.view(records[:num_rows], "weights").copy_(weights)
+        return to
+
+    def read(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The routing in all ranks' blocks; `like` [T, K] has the weights' dtype. Nothing is read
+        of a rank that is not alive.
+
+        Returns: local ids [R, B, K] int32, weights [R, B, K], T of each rank [R] int32.
+        """
+        router = self.router
+        if self.index is not None:
+            from moe_comm.kernels.gathered_records import _gathered_kernel
+
+            device, shape = router.device, (router.num_ranks, self.bucket, like.shape[1])
+            local_idx = torch.empty(shape, dtype=torch.int32, device=device)
+            weights = torch.empty(shape, dtype=torch.float32, device=device)
+            tokens = torch.empty(router.num_ranks, dtype=torch.int32, device=device)
+            programs = router.num_ranks * self._programs
+            given = (local_idx, weights, tokens)
+            launch(_gathered_kernel, programs, self._gathered, self._read, given)
+            return local_idx, weights, tokens
+        records = self.records
+        tokens = self.memory[:, 8:12].view(torch.int32).squeeze(1).clone()
+        local_idx = self.form.view(records, "ids") - router.rank * router.width
+        here = (local_idx >= 0) & (local_idx < router.width)
+        if router.alive is not None:
+            tokens = torch.where(router.alive, tokens, 0)
+            here &= router.alive.view(-1, 1, 1)
+        weights = self.form.view(records, "weights").clone()
+        return torch.where(here, local_idx, -1), weights, tokens
+
+    def told(self, transport: Transport, to: Located, local_idx: Tensor) -> Told:
+        """What was read, on the host. Blocks it; the wait is bounded."""
+        if self.index is not None:
+            transport.wait_device(Phase.DISPATCH)
+            facts, parts = self._facts, self._parts
+        else:
+            table = transport.to_host(Phase.DISPATCH, self._table(to, local_idx))
+            rows: Any = table.numpy()
+            facts, parts = rows[:, :FACTS], rows[:, FACTS:, None]
+        return Told(facts.tolist(), parts.sum(axis=2).tolist())
+
+    def _table(self, to: Located, local_idx: Tensor) -> Tensor:
+        """int32 [R, FACTS + 2]: facts and counts of each rank, where no kernels are used."""
+        router = self.router
+        facts = self.memory[:, :HEAD_BYTES].view(torch.int32)
+        if router.alive is not None:
+            facts = torch.where(router.alive.unsqueeze(-1), facts, 0)
+        came = (local_idx >= 0).any(dim=2).sum(dim=1, dtype=torch.int32)
+        reaches = router.reaches(to.rank) if to.reaches is None else to.reaches
+        sent = reaches.sum(dim=0, dtype=torch.int32)
+        sent[router.rank] = 0
+        return torch.cat((facts, came.unsqueeze(-1), sent.unsqueeze(-1)), dim=1)

@@ -1,0 +1,112 @@
+"""Grouping received rows by expert, with launches that are set up once for many calls.
+
+Launches the kernels of moe_comm.kernels.expert_index as expert_index() there does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_comm.backends.slab_launch import Form, Places, launch
+
+
+def index_bytes(num_rows: int, num_topk: int, num_local_experts: int) -> int:
+    """Of the memory that IndexLaunches needs for so many rows, or fewer."""
+    from moe_comm.kernels.expert_index import workspace_size
+
+    return 4 * workspace_size(num_rows * num_topk, num_local_experts)
+
+
+class IndexLaunches:
+    """For one number of rows. Calls with one memory must not overlap on the device.
+
+    Args:
+        num_rows: M, at least 1. num_topk: K. num_local_experts: L, below 2^15.
+        capacity: expert rows there is room for, at most M * K.
+        memory: int32, index_bytes() or more; its first L entries are 0 before and after every call.
+        status: int32 [1]; bit 2 is set where choices were dropped beyond the capacity.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_topk: int,
+        num_local_experts: int,
+        capacity: int,
+        *,
+        memory: Tensor,
+        status: Tensor,
+    ) -> None:
+        from moe_comm.kernels import expert_index as kernels
+
+        self.num_rows, self.num_topk = num_rows, num_topk
+        self.num_local_experts, self.capacity = num_local_experts, capacity
+        self.device = status.device
+        choices, experts = num_rows * num_topk, num_local_experts
+        totals, counts = memory[:experts], memory[experts:]
+        self._programs = -(-choices // kernels.CHUNK)
+        # Nothing goes through the pointers of an Order, which is not wanted here.
+        common: dict[str, Tensor | int] = {
+            "status_ptr": status, "counts_ptr": counts, "starts_ptr": counts, "totals_ptr": totals,
+            "num_choices": choices, "num_chunks": self._programs, "capacity": capacity,
+            "L": experts, "readable_ptr": status, "order_ptr": status, "order_weights_ptr": status,
+            "count_ptr": status, "weights_ptr": status,
+        }  # fmt: skip
+
+        def places(kernel: Any, num_given: int) -> Places:
+            chosen = {name: common[name] for name in kernel.arg_names if name in common}
+            return Places(kernel, num_given, **chosen)
+
+        shape = {"K": num_topk, "KP": _power_of_2(num_topk), "ORDER": False, "num_warps": 8}
+        self._at_once = choices <= kernels.ONE_LAUNCH_CHOICES
+        if self._at_once:
+            self._programs = kernels.one_launch_programs(choices, experts)
+            self._rank = places(kernels._one_launch_kernel, 4)
+            counting = kernels.one_launch_form(
+                choices, experts, interpreted=self.device.type == "cpu"
+            )
+            self._ranked = Form({**shape, "QUERY": kernels.QUERIES, **counting}, blocks=1)
+            return
+        self._scanners = -(-experts // kernels.SCANNED)
+        bins = _power_of_2(experts + 1)
+        self._count = places(kernels._count_kernel, 1)
+        self._counted = Form({"BLOCK": kernels.CHUNK, "BINS": bins, "ORDER": False}, blocks=1)
+        self._scan = places(kernels._scan_kernel, 1)
+        rows = min(256, _power_of_2(self._programs))
+        self._scanned = Form(
+            {"EXPERTS": kernels.SCANNED, "ROWS": rows, "BINS": bins, "num_warps": 8}, blocks=1
+        )
+        self._place = places(kernels._place_kernel, 4)
+        self._placed = Form({**shape, "BLOCK": kernels.CHUNK, "BINS": bins}, blocks=1)
+
+    def __call__(self, local_idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Group M * K local ids int32, contiguous, -1 where a choice is not here.
+
+        Returns: expert_offsets [L + 1], row_index [capacity], choice_position [M, K], int32.
+        """
+        from moe_comm.kernels import expert_index as kernels
+
+        device, kind = self.device, torch.int32
+        offsets = torch.empty(self.num_local_experts + 1, dtype=kind, device=device)
+        row_index = torch.empty(self.capacity, dtype=kind, device=device)
+        position = torch.empty(self.num_rows, self.num_topk, dtype=kind, device=device)
+        given = (local_idx, offsets, row_index, position)
+        if self.num_local_experts == 0:
+            offsets.zero_()
+            row_index.fill_(-1)
+            position.fill_(-1)
+        elif self._at_once:
+            launch(kernels._one_launch_kernel, self._programs, self._rank, self._ranked, given)
+        else:
+            launch(kernels._count_kernel, self._programs, self._count, self._counted, (local_idx,))
+            launch(kernels._scan_kernel, self._scanners, self._scan, self._scanned, (offsets,))
+            launch(kernels._place_kernel, self._programs, self._place, self._placed, given)
+        return offsets, row_index, position
+
+
+def _power_of_2(value: int) -> int:
+    """The next one, at least 1."""
+    return 1 << (value - 1).bit_length() if value > 1 else 1
