@@ -160,8 +160,8 @@ def _combine_kernel(
     GROUP: tl.constexpr, VALUE_BYTES: tl.constexpr, ROWS_LAYOUT: tl.constexpr,
     APPLIED: tl.constexpr, ROW_ALIGN: tl.constexpr, HAS_BIAS: tl.constexpr,
     CHUNKS: tl.constexpr, NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr,
-    RELEASE_AFTER: tl.constexpr, DIRECT: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
-    WAIT: tl.constexpr, POLL: tl.constexpr, INTERPRET: tl.constexpr,
+    ANNOUNCE: tl.constexpr, RELEASE_AFTER: tl.constexpr, DIRECT: tl.constexpr, SEND: tl.constexpr,
+    RECEIVE: tl.constexpr, WAIT: tl.constexpr, POLL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     # put_ptr: addresses that partial sums go to, peers_ptr's own unless they wait there for copies.
     program = tl.program_id(0)
@@ -171,6 +171,15 @@ def _combine_kernel(
     if SEND:
         if program < send_programs:
             usable = is_usable(status_ptr)
+            if ANNOUNCE:
+                # That this call was issued; copies tell later what has arrived.
+                if program == 0:
+                    release(
+                        release_target(
+                            peers_ptr, alive_ptr, flags_offset, channel, rank, R, RP
+                        ),
+                        state_ptr, channel, 1, 0, usable, NUM_CHANNELS, RP,
+                    )  # fmt: skip
             for chunk in range(first_chunk, first_chunk + num_chunks):
                 if RELEASE_AFTER:
                     target = release_target(

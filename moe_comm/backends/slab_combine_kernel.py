@@ -52,8 +52,8 @@ class CombineKernel(PutLaunches):
         bias = buffers.bias if receive else None
         form = self._combine_form(
             plan, bucket, buffers.y.dtype, layout=call.layout, applied=call.weights_applied,
-            biased=bias is not None, releases=send and not chunk and staged is None, send=send,
-            receive=receive,
+            biased=bias is not None, announces=staging is not None and not chunk,
+            releases=send and staging is None and staged is None, send=send, receive=receive,
         )  # fmt: skip
         tokens = bucket if chunk is None else -(-bucket // plan.combine_chunks)
         remote_items = tokens * (self.num_ranks - 1) * form.blocks
@@ -111,7 +111,7 @@ class CombineKernel(PutLaunches):
 
     def _combine_form(
         self, plan: Plan, bucket: int, dtype: torch.dtype, *, layout: str, applied: bool,
-        biased: bool, releases: bool, send: bool, receive: bool,
+        biased: bool, announces: bool, releases: bool, send: bool, receive: bool,
     ) -> Form:  # fmt: skip
         def make() -> Form:
             config, wire, hidden = self.config, self.config.return_wire, self.config.hidden
@@ -126,7 +126,7 @@ class CombineKernel(PutLaunches):
                 WIRE=WIRE_CODE[wire.name], GROUP=wire.group or block, VALUE_BYTES=value.itemsize,
                 ROWS_LAYOUT=layout == "rows", APPLIED=applied,
                 ROW_ALIGN=alignment(hidden * value.itemsize), HAS_BIAS=biased,
-                CHUNKS=plan.combine_chunks, RELEASE_AFTER=releases,
+                CHUNKS=plan.combine_chunks, ANNOUNCE=announces, RELEASE_AFTER=releases,
                 DIRECT=plan.combine_mode == "low-latency" and self._tells_directly, SEND=send,
                 RECEIVE=receive, WAIT=plan.combine_mode == "low-latency", POLL=self._poll(warps),
                 num_warps=warps, **self._common,
@@ -134,6 +134,7 @@ class CombineKernel(PutLaunches):
             return Form(options, blocks=-(-hidden // block))
 
         key = (
-            "combine form", bucket, dtype, layout, applied, biased, releases, send, receive
+            "combine form", bucket, dtype, layout, applied, biased, announces, releases, send,
+            receive,
         )  # fmt: skip
         return self._kept(key, make)

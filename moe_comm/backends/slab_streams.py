@@ -17,11 +17,13 @@ class SlabStreams(SlabPlaces):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         on_cuda = self.device.type == "cuda"
-        # Before programs of the calls' stream that wait for a place: they may wait for it.
+        # Its launches go before programs of the calls' stream that wait for a place.
         self._side = torch.cuda.Stream(self.device, priority=-1) if on_cuda else None
         # The stream of the last call, and its handle, which is cheaper to compare.
         self._last_stream: torch.cuda.Stream | None = None
         self._last_handle = -1
+        # Recorded anew at each fork and join: making one takes longer than all the rest.
+        self._mark = torch.cuda.Event() if on_cuda else None
 
     def _follow(self) -> None:
         """Put what comes now behind the last call, where that was on another stream. Streams that
@@ -44,14 +46,17 @@ class SlabStreams(SlabPlaces):
             torch.cuda.synchronize(self.device)
 
     def _fork(self) -> None:
-        """The side stream goes on from here."""
-        if self._side is not None:
-            self._side.wait_stream(torch.cuda.current_stream(self.device))
+        """The side stream goes on from here: the stream of this call, which _follow has noted."""
+        self._order(self._last_stream, self._side)
 
     def _join(self) -> None:
-        """The current stream goes on after the side stream."""
-        if self._side is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._side)
+        """The stream of this call goes on after the side stream."""
+        self._order(self._side, self._last_stream)
+
+    def _order(self, first: torch.cuda.Stream | None, then: torch.cuda.Stream | None) -> None:
+        if first is not None and then is not None and self._mark is not None:
+            self._mark.record(first)
+            then.wait_event(self._mark)
 
     def _used_here(self, sent_on: int, *tensors: Tensor | None) -> None:
         """In a receive half: these tensors of the send half, which ran on the stream of handle
