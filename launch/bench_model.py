@@ -31,13 +31,22 @@ DEFINITIONS = {
         "one forward of num_tokens requests a rank, one token each, context 1024; "
         "tokens_per_s_per_gpu is num_tokens / slowest_rank_p50_us"
     ),
-    "moe_layer": (
-        "one MoE layer, all of the median of the slowest rank: layer_us, shared experts beside the "
-        "transfers; one_stream_us, the same on one stream; without_us, its launches but dispatch "
-        "and combine; comm_us, dispatch and combine alone, one launch each; shared_us, the shared "
-        "experts alone; both_us, transfers beside shared experts and nothing else. "
-        "hidden = 1 - (both_us - shared_us) / comm_us; "
-        "hidden_in_layer = 1 - (layer_us - without_us) / comm_us"
+    "moe_layer, overlap": (
+        "one MoE layer; moe_layer: as the model launches it, overlap: in the other ways, said by "
+        "variant. All times are the median of the slowest rank, pooled over turns. layer_us: the "
+        "layer; one_stream_us: the layer in sequence on one stream; without_us: its launches but "
+        "dispatch and combine, in sequence; own_comm_us: dispatch and combine in this variant's "
+        "halves and streams, without the shared experts; own_shared_us: the shared experts on "
+        "one stream, leaving as many multiprocessors free as in this variant; both_us: the two "
+        "together, without the routed experts; comm_us, shared_us: the shortest own_comm_us and "
+        "own_shared_us of all variants, so that what a variant slows down counts against it. "
+        "hidden = 1 - (both_us - shared_us) / comm_us; hidden_in_layer = "
+        "1 - (layer_us - without_us) / comm_us, above 1 where the shared experts also run beside "
+        "the routed ones"
+    ),
+    "timeline": (
+        "kernels of both_us on the first rank in a captured call of their own, not of the timed "
+        "ones; beside: the share of communicating kernels' time in which another kernel ran"
     ),
     "kda_decode, mla_decode": "one attention layer, a token of each request, at params.context",
     "ports": (
@@ -73,6 +82,7 @@ DEFINITIONS = {
 @click.option("--contexts", default="1024,4096,16384,65536,262144", show_default=True)
 @click.option("--context-requests", type=click.IntRange(1), default=8, show_default=True)
 @click.option("--overlap-tokens", type=click.IntRange(1), default=128, show_default=True)
+@click.option("--timeline/--no-timeline", default=False, show_default=True, help="Of overlaps.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cuda", show_default=True)
 @click.option("--backend", default="auto", show_default=True)
 @click.option(
@@ -123,6 +133,7 @@ def _options(given: dict[str, Any]) -> Options:
         contexts=_numbers(given["contexts"], "--contexts"),
         context_requests=given["context_requests"],
         overlap_tokens=given["overlap_tokens"],
+        timeline=given["timeline"],
         backend=given["backend"],
         implementation=None if experts == "auto" else experts,
         graph=given["graph"] and given["device"] == "cuda",
@@ -199,6 +210,7 @@ def _run_shape(
     from moe_comm import create_communicator
     from moe_comm.launch import model_sections as sections
     from moe_comm.launch.model_measure import Setup
+    from moe_comm.launch.model_overlap import overlap
     from moe_comm.launch.model_ports import build_model, narrowed
     from moe_comm.model.parallel import Parallel
 
@@ -219,11 +231,12 @@ def _run_shape(
         config = options.config_at(ep, ranks.num_ranks)
         model, experts = narrowed(whole, all_experts, config, comm)
         setup = Setup(comm=comm, model=model, experts=experts, ep=ep)
-        for port in options.ports:
+        ports = options.ports if {"ttft", "decode"} & set(options.sections) else ()
+        for port in ports:
             if (is_first or port != "straight") and bench.in_time(f"{port} of EP{ep}"):
                 with bench.section(f"{port}, {shape.num_experts} experts"):
                     sections.run_port(bench, setup, port)
-        for name, section in (("overlap", sections.overlap), ("context", sections.context)):
+        for name, section in (("overlap", overlap), ("context", sections.context)):
             if is_first and name in options.sections and bench.in_time(name):
                 with bench.section(name):
                     section(bench, setup)

@@ -44,7 +44,7 @@ def check_port(bench: Bench, setup: Setup, ported: Transformer, comm: Any, port:
             for model, used in ((ours, setup.comm), (ported, comm))
         ]
         what = f"{port}, the first {kind.__name__} layer against ours"
-        _compare(bench, outputs[1], outputs[0], what, by_row=False)
+        compare(bench, outputs[1], outputs[0], what)
     setup.comm.check()
 
 
@@ -71,27 +71,17 @@ def check_graph(bench: Bench, model: Transformer, requests: int, context: int) -
             tensor.copy_(old)
 
     eager = model.forward(batch).clone()
-    stream = torch.cuda.Stream(model.device)
-    stream.wait_stream(torch.cuda.current_stream(model.device))
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            model.forward(batch)
-    torch.cuda.synchronize(model.device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        captured = model.forward(batch)
+    graph, captured = bench.capture(lambda: model.forward(batch))
     for _ in range(2):
         restore()
-        torch.cuda.synchronize(model.device)
-        bench.ranks.gather(None, what="graph replay")
-        graph.replay()
-    torch.cuda.synchronize(model.device)
-    _compare(bench, captured, eager, "a captured decode step against an eager one", by_row=True)
+        bench.replay(graph)
+    compare(bench, captured, eager, "a captured decode step against an eager one", by_row=True)
 
 
-def _compare(bench: Bench, got: Tensor, wanted: Tensor, what: str, *, by_row: bool) -> None:
+def compare(bench: Bench, got: Tensor, wanted: Tensor, what: str, *, by_row: bool = False) -> None:
     """The relative error of everything; or of the median row, where a product whose order of
-    summation is free may turn a near tie of the router, and that token's row with it."""
+    summation is free may turn a near tie of the router, and that token's row with it. Raises
+    WrongDataError from CHECK_BOUND on. Collective."""
     difference, size = got.float() - wanted.float(), wanted.float()
     error = difference.norm() / size.norm()
     if by_row:
@@ -100,3 +90,11 @@ def _compare(bench: Bench, got: Tensor, wanted: Tensor, what: str, *, by_row: bo
     bench.ranks.say(f"{what}: within {worst:.1e}")
     if not worst < CHECK_BOUND:
         raise WrongDataError(f"{what}: expected within {CHECK_BOUND}, got {worst:.3g}")
+
+
+def compare_bits(bench: Bench, got: Tensor, wanted: Tensor, what: str) -> None:
+    """Raises WrongDataError where any element of any rank differs. Collective."""
+    wrong = sum(bench.ranks.gather(int((got != wanted).sum()), what="check"))
+    bench.ranks.say(f"{what}: {wrong} other elements")
+    if wrong:
+        raise WrongDataError(f"{what}: expected the same bits, got {wrong} other elements")

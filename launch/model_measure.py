@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from moe_comm.launch.worker import Ranks
     from moe_comm.model.transformer import Transformer
 
+T = TypeVar("T")
 FEWEST_SAMPLES = 3
 # Of a check: a prompt that ends inside a chunk, in a bucket that is timed as well, so that nothing
 # is compiled for it alone.
@@ -40,6 +41,7 @@ class Options:
     contexts: tuple[int, ...]
     context_requests: int
     overlap_tokens: int
+    timeline: bool
     backend: str
     implementation: str | None
     graph: bool
@@ -127,6 +129,29 @@ class Bench:
         if self.ranks.device.type != "cpu":
             torch.accelerator.synchronize(self.ranks.device)
         return max(time.perf_counter() - start, 1e-6)
+
+    def capture(self, call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """A CUDA graph of one call, after two eager ones on its stream, and what the call returned.
+        Nothing has run in it yet."""
+        device = self.ranks.device
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                call()
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: NCCL's watchdog queries events from a thread of its own meanwhile.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            result = call()
+        return graph, result
+
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Run a graph on all ranks, to its end."""
+        torch.cuda.synchronize(self.ranks.device)
+        self.ranks.gather(None, what="graph replay")
+        graph.replay()
+        torch.cuda.synchronize(self.ranks.device)
 
     def add(
         self,

@@ -35,6 +35,7 @@ from moe_comm.model.layers.experts import GroupedExperts
 from moe_comm.model.layers.kda import Kda
 from moe_comm.model.layers.latent_moe import Experts, LatentMoe
 from moe_comm.model.layers.linear import Numerics
+from moe_comm.model.layers.overlap import Order, Overlap
 from moe_comm.model.parallel import Parallel
 from moe_comm.model.tensor_names import TensorSpec
 from moe_comm.model.transformer import Transformer
@@ -77,7 +78,8 @@ class _Done:
 
 
 class PerExpertComm:
-    """PerExpert behind the two calls that LatentMoe makes; every call blocks until it is done."""
+    """PerExpert behind the two calls that LatentMoe makes, whole or in halves; every call blocks
+    until it is done."""
 
     backend, mode = "per-expert", "torch"
 
@@ -86,39 +88,46 @@ class PerExpertComm:
         self._inner = PerExpert(group, config.placement_for(group.num_ranks))
 
     def dispatch(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, bucket: int, async_op: bool
-    ) -> _Done:
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        *,
+        bucket: int,
+        async_op: bool = False,
+    ) -> Dispatched | _Done:
         """A row per live choice."""
-        del bucket, async_op
+        del bucket
         arrived = self._inner.dispatch(x, topk_idx)
         num = arrived.rows.shape[0]
         offsets = torch.zeros(arrived.counts.shape[0] + 1, dtype=torch.int32, device=x.device)
         offsets[1:] = arrived.counts.cumsum(0)
-        return _Done(
-            Dispatched(
-                rows=arrived.rows.unsqueeze(0),
-                scales=None,
-                topk_idx=topk_idx.new_zeros((1, num, 1), dtype=torch.int32),
-                topk_weights=topk_weights.new_zeros(1, num, 1),
-                num_tokens_per_rank=torch.tensor([num], dtype=torch.int32),
-                payloads={},
-                expert_offsets=offsets,
-                row_index=torch.arange(num, dtype=torch.int32, device=x.device),
-                wire=WIRES["bf16"],
-                handle=cast("DispatchHandle", (arrived, topk_weights)),
-            )
+        dispatched = Dispatched(
+            rows=arrived.rows.unsqueeze(0),
+            scales=None,
+            topk_idx=topk_idx.new_zeros((1, num, 1), dtype=torch.int32),
+            topk_weights=topk_weights.new_zeros(1, num, 1),
+            num_tokens_per_rank=torch.tensor([num], dtype=torch.int32),
+            payloads={},
+            expert_offsets=offsets,
+            row_index=torch.arange(num, dtype=torch.int32, device=x.device),
+            wire=WIRES["bf16"],
+            handle=cast("DispatchHandle", (arrived, topk_weights)),
         )
+        return _Done(dispatched) if async_op else dispatched
 
-    def combine(self, y: Tensor, handle: DispatchHandle, *, async_op: bool) -> _Done:
+    def combine(
+        self, y: Tensor, handle: DispatchHandle, *, async_op: bool = False
+    ) -> Tensor | _Done:
         """The weighted sum at the source."""
-        del async_op
         arrived, weights = cast("tuple[PerExpertArrived, Tensor]", handle)
-        return _Done(self._inner.combine(y[: arrived.rows.shape[0]], arrived, weights))
+        combined = self._inner.combine(y[: arrived.rows.shape[0]], arrived, weights)
+        return _Done(combined) if async_op else combined
 
 
 def as_port(model: Transformer, port: str, comm: Any, experts: Experts) -> Transformer:
     """A view of the model with another communicator and other experts; weights are shared."""
-    layers = [_with_experts(la, experts, keep_stream=port == "ours") for la in model.layers]
+    layers = [_with_experts(la, experts, overlaps=port == "ours") for la in model.layers]
     if port == "straight":
         plain = Numerics(kda="torch")
         layers = [
@@ -167,12 +176,12 @@ def _of_layers(model: Transformer, config: K3Config, layers: list[Layer], comm: 
     )
 
 
-def _with_experts(layer: Layer, experts: Experts, *, keep_stream: bool) -> Layer:
+def _with_experts(layer: Layer, experts: Experts, *, overlaps: bool) -> Layer:
     if not isinstance(layer.mlp, LatentMoe):
         return layer
-    stream = layer.mlp.stream if keep_stream else None
+    overlap = layer.mlp.overlap if overlaps else Overlap(order=Order.SEQUENCE)
     return dataclasses.replace(
-        layer, mlp=dataclasses.replace(layer.mlp, experts=experts, stream=stream)
+        layer, mlp=dataclasses.replace(layer.mlp, experts=experts, overlap=overlap)
     )
 
 

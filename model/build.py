@@ -19,6 +19,7 @@ from moe_comm.model.layers.kda import Kda
 from moe_comm.model.layers.latent_moe import Experts, LatentMoe
 from moe_comm.model.layers.linear import Numerics
 from moe_comm.model.layers.norm import Mlp
+from moe_comm.model.layers.overlap import Overlap
 from moe_comm.model.layers.router import Router
 from moe_comm.model.parallel import Parallel
 from moe_comm.model.tensor_names import (
@@ -78,9 +79,8 @@ class Builder:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        # Of high priority: a transfer's few programs must not queue behind those of a product that
-        # fills the device, and the product does not miss them.
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        # One for all layers: its stream then takes the calls of all in one order.
+        self._overlap = Overlap.default(device)
         self.config, self.source = config, source
         self.parallel, self.numerics = parallel, numerics
         self.device, self.dtype = device, dtype
@@ -238,5 +238,5 @@ class Builder:
             experts=experts,
             eps=config.rms_norm_eps,
             numerics=self.numerics,
-            stream=self._stream,
+            overlap=self._overlap,
         )

@@ -38,10 +38,23 @@ def test_every_section(tmp_path):
     assert [row["phase"] for row in rows].count("kda_decode") == 2
     assert [row["phase"] for row in rows].count("mla_decode") == 2
     (layer,) = (row for row in rows if row["phase"] == "moe_layer")
-    assert {"hidden", "hidden_in_layer", "comm_us", "both_us"} <= set(layer["params"])
+    others = [row["params"] for row in rows if row["phase"] == "overlap"]
+    assert layer["params"]["order"] == "halves"
+    assert {params["order"] for params in others} == {
+        "sequence", "comm-aside", "routed-aside", "shared-aside", "shared-cut-aside",
+    }  # fmt: skip
+    for params in (layer["params"], *others):
+        assert params["comm_us"] <= params["own_comm_us"]
+        assert params["shared_us"] <= params["own_shared_us"]
+        exposed = (params["both_us"] - params["shared_us"]) / params["comm_us"]
+        assert params["hidden"] == pytest.approx(1 - exposed)
+        added = (params["layer_us"] - params["without_us"]) / params["comm_us"]
+        assert params["hidden_in_layer"] == pytest.approx(1 - added)
     assert picture.stat().st_size > 1000
-    # Two rates at each shape, what is hidden, and two lines by context.
-    assert len(done.stdout.splitlines()) == 7, done.stdout
+    # Two rates at each shape, what is hidden by the model's way and the others, and two lines by
+    # context.
+    assert len(done.stdout.splitlines()) == 4 + 1 + len(others) + 2, done.stdout
+    assert done.stdout.count("\noverlapped by ") == len(others)
 
 
 @pytest.mark.slow
@@ -53,6 +66,19 @@ def test_no_time(tmp_path):
     document = read_json(target)
     assert document["rows"] == []
     assert "EP64" in document["definitions"]["left out for lack of time"]
+
+
+@pytest.mark.slow
+def test_overlap_alone(tmp_path):
+    """No port is built where none is timed."""
+    target = tmp_path / "model.json"
+    done = run(
+        target, "--ep-shapes", "64", "--layers", 2, "--sections", "overlap", "--overlap-tokens", 4,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert {row["phase"] for row in read_json(target)["rows"]} == {"moe_layer", "overlap"}
+    assert "== overlap" in done.stderr
+    assert "== ours" not in done.stderr
 
 
 def test_summary():

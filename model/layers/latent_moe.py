@@ -7,9 +7,8 @@
   out    = up(rmsnorm(latent)) + shared(x)
 
 The norm is not linear: it runs once, on fully combined rows. The shared experts work on the full
-width; their first product overlaps the dispatch, their second one the combine. On a GPU the
-communicator's launches go to a stream of their own for that, forked from and joined to the current
-one, which a graph capture follows.
+width; their first product overlaps the dispatch, their second one the combine
+(moe_comm.model.layers.overlap). A graph capture follows the streams that takes.
 
 The tokens of a tensor-parallel group are cut into disjoint slices before routing, one a rank, and
 everything above runs on the slice: every token is dispatched once over all ranks, and nothing is
@@ -21,16 +20,17 @@ Shapes: N tokens of the tensor-parallel group, T of this rank's slice, D hidden,
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
 from moe_comm.communicator import Communicator
 from moe_comm.handle import Dispatched
 from moe_comm.model.layers.linear import Numerics, linear
+from moe_comm.model.layers.multiprocessors import leave_free
 from moe_comm.model.layers.norm import Mlp, rms_norm
+from moe_comm.model.layers.overlap import Overlap, Work
 from moe_comm.model.layers.router import Router
 from moe_comm.model.parallel import Parallel
 
@@ -41,8 +41,8 @@ Experts = Callable[[Dispatched], torch.Tensor]
 class LatentMoe:
     """Weights, whole on every rank except the experts: down [L, D], up [D, L], norm [L].
 
-    `experts` maps Dispatched to rows [n, L] grouped by local expert. `stream` is for the
-    communicator's launches; None: the current one.
+    `experts` maps Dispatched to rows [n, L] grouped by local expert. `overlap` says how the
+    communicator's calls and the shared experts are launched; their order changes no bit.
     """
 
     router: Router
@@ -53,7 +53,7 @@ class LatentMoe:
     experts: Experts
     eps: float
     numerics: Numerics
-    stream: torch.cuda.Stream | None = None
+    overlap: Overlap = dataclasses.field(default_factory=Overlap)
 
     def forward(
         self,
@@ -97,46 +97,47 @@ class LatentMoe:
         if on_routing is not None:
             on_routing(idx, weights)
         z = linear(x, self.down, self.numerics)
-        with send_on(self.stream):
-            sending = comm.dispatch(z, idx, weights, bucket=bucket, async_op=True)
-        hidden = self.shared.hidden(x)
-        with receive_on(self.stream):
-            received = sending.wait()
-        rows = self.experts(received)
-        if self.numerics.batch_invariant:
-            # On the wire "none" the partial sums keep this precision, so the number of ranks that
-            # share a token's experts does not show in the result.
-            rows = rows.double()
-        with send_on(self.stream):
-            returning = comm.combine(rows, received.handle, async_op=True)
-        shared = linear(hidden, self.shared.down, self.numerics)
-        with receive_on(self.stream):
-            combined = returning.wait()
+        combined, shared = self.overlap.run(self.work(x, z, idx, weights, comm, bucket=bucket))
         latent = combined.to(x.dtype)
         normed = rms_norm(latent, self.norm_weight, self.eps, self.numerics.wide)
         return linear(normed, self.up, self.numerics) + shared
 
+    def work(
+        self,
+        x: torch.Tensor,
+        z: torch.Tensor,
+        idx: torch.Tensor,
+        weights: torch.Tensor,
+        comm: Communicator,
+        *,
+        bucket: int,
+    ) -> Work:
+        """What is launched between the latent down-projection z [T, L] of x [T, D] and the norm."""
 
-# Memory that one stream allocates and the other uses needs no record_stream: each fork waits for
-# everything that the current stream has enqueued, each join the other way round, and what is shared
-# lives until the join.
-@contextlib.contextmanager
-def send_on(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Enqueue on `stream`, after what the current stream has so far."""
-    if stream is None:
-        yield
-        return
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    with torch.cuda.stream(stream):
-        yield
+        def experts(arrived: Dispatched) -> torch.Tensor:
+            rows = self.experts(arrived)
+            # On the wire "none" the partial sums keep this precision, so the number of ranks that
+            # share a token's experts does not show in the result.
+            return rows.double() if self.numerics.batch_invariant else rows
 
+        # A row's bits must not depend on how many there are.
+        free = 0 if self.numerics.batch_invariant else self.overlap.free_beside(x.shape[0])
 
-@contextlib.contextmanager
-def receive_on(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Enqueue on `stream`, behind the send half alone; the current stream then waits for it."""
-    if stream is None:
-        yield
-        return
-    with torch.cuda.stream(stream):
-        yield
-    torch.cuda.current_stream(stream.device).wait_stream(stream)
+        def gate_up() -> torch.Tensor:
+            with leave_free(free, x.device):
+                return self.shared.hidden(x)
+
+        def down(hidden: torch.Tensor) -> torch.Tensor:
+            with leave_free(free, x.device):
+                return linear(hidden, self.shared.down, self.numerics)
+
+        return Work(
+            comm=comm,
+            z=z,
+            idx=idx,
+            weights=weights,
+            bucket=bucket,
+            experts=experts,
+            gate_up=gate_up,
+            down=down,
+        )

@@ -1,0 +1,271 @@
+"""bench_model's section `overlap`: one MoE layer's communication beside its shared experts, in all
+orders of moe_comm.model.layers.overlap, in one run.
+
+Orders take turns, so that a device that slows down does so for all. Each is checked before it is
+timed: eager and captured, against everything in sequence with the same products.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_comm.launch.model_checks import compare, compare_bits
+from moe_comm.launch.model_measure import Bench, Setup
+from moe_comm.launch.model_timeline import beside, timeline
+from moe_comm.launch.timing import Statistics
+from moe_comm.model.layers.latent_moe import LatentMoe
+from moe_comm.model.layers.linear import linear
+from moe_comm.model.layers.multiprocessors import can_leave_free
+from moe_comm.model.layers.norm import rms_norm
+from moe_comm.model.layers.overlap import Order, Overlap, Work
+from moe_comm.model.parallel import Parallel
+
+# Of a variant, in turn.
+ROUNDS = 2
+FREE = (0, 12, 20, 28, 36)
+# Two microseconds at 1.75 GHz: longer than the next node of a graph takes to begin.
+LAG_CYCLES = 3500
+FIGURES = ("comm", "shared", "both", "layer")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way to overlap. `settings` says in a row what it is; `base`: a stream on which everything
+    runs, forked from and joined to the current one, for its priority; `is_models`: the model's own.
+    """
+
+    settings: dict[str, Any]
+    overlap: Overlap
+    base: torch.cuda.Stream | None = None
+    is_models: bool = False
+
+    @property
+    def name(self) -> str:
+        """Example: "comm-aside leave_free=20"."""
+        parts = [f"{key}={value}" for key, value in self.settings.items() if key != "order"]
+        return " ".join([self.settings["order"], *parts])
+
+    def placed(self, call: Callable[[], Any]) -> Any:
+        """call(), on the base stream where there is one."""
+        base = Overlap(stream=self.base)
+        base.fork()
+        with base.aside():
+            result = call()
+        base.join()
+        return result
+
+
+def variants(own: Overlap, device: torch.device) -> list[Variant]:
+    """The model's own first, then all others that differ on this device."""
+    settings: dict[str, Any] = {"order": str(own.order)}
+    if own.stream is not None:
+        settings |= {"priority": own.stream.priority, "leave_free": own.leave_free}
+    found = [Variant(settings=settings, overlap=own, is_models=True)]
+    if device.type != "cuda":
+        # Without streams what is left is the order.
+        orders = [order for order in Order if order not in (own.order, Order.HALVES_ASIDE)]
+        return found + [
+            Variant(settings={"order": str(order)}, overlap=Overlap(order=order))
+            for order in orders
+        ]
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    possible = range(count if can_leave_free(device) else 0)
+    streams = {priority: torch.cuda.Stream(device, priority=priority) for priority in (0, -1)}
+    lag = torch.tensor([LAG_CYCLES], dtype=torch.int64, device=device)
+
+    def add(
+        order: Order, *, free: int = 0, priority: int = -1, lags: bool = False, base: int = 0
+    ) -> None:
+        aside = order not in (Order.SEQUENCE, Order.HALVES)
+        settings: dict[str, Any] = {"order": str(order)}
+        if aside:
+            settings |= {"priority": priority, "leave_free": free}
+        settings |= {"lag_cycles": LAG_CYCLES} if lags else {}
+        settings |= {"base_priority": base} if base else {}
+        if settings == found[0].settings or (free and free not in possible):
+            return
+        overlap = Overlap(
+            order=order,
+            stream=streams[priority] if aside else None,
+            leave_free=free,
+            lag=lag if lags else None,
+        )
+        base_stream = torch.cuda.Stream(device, priority=base) if base else None
+        found.append(Variant(settings=settings, overlap=overlap, base=base_stream))
+
+    free = own.leave_free
+    add(Order.SEQUENCE)
+    add(Order.HALVES)
+    for fewer in FREE:
+        add(Order.COMM_ASIDE, free=fewer)
+    add(Order.COMM_ASIDE, free=free, lags=True)
+    add(Order.COMM_ASIDE, free=free, priority=0)
+    add(Order.HALVES_ASIDE)
+    add(Order.HALVES_ASIDE, free=free)
+    add(Order.ROUTED_ASIDE, free=free)
+    add(Order.SHARED_ASIDE, free=free)
+    # The communication on the stream of higher priority, products on all multiprocessors.
+    add(Order.SHARED_ASIDE, priority=0, base=-1)
+    add(Order.SHARED_ASIDE, free=free, priority=0, base=-1)
+    add(Order.SHARED_CUT_ASIDE, free=free)
+    return found
+
+
+class Parts:
+    """One MoE layer taken apart. Holds a slot of the communicator, whose rows stay readable, until
+    `done`."""
+
+    def __init__(self, bench: Bench, setup: Setup) -> None:
+        self.comm, model = setup.comm, setup.model
+        self.layer = next(la.mlp for la in model.layers if isinstance(la.mlp, LatentMoe))
+        self.num = bench.options.overlap_tokens
+        generator = torch.Generator(model.device).manual_seed(bench.ranks.rank)
+        x = torch.randn(
+            self.num, model.config.hidden_size, device=model.device, generator=generator
+        )
+        self.x = x.to(model.dtype)
+        self.idx, self.weights = self.layer.router.forward(self.x)
+        self.z = linear(self.x, self.layer.down, self.layer.numerics)
+        self.arrived = self.comm.dispatch(self.z, self.idx, self.weights, bucket=self.num)
+        self.rows = self.layer.experts(self.arrived)
+
+    def done(self) -> None:
+        """Give the held slot back. Collective."""
+        self.comm.combine(self.rows, self.arrived.handle)
+
+    def calls(self, variant: Variant) -> dict[str, Callable[[], Any]]:
+        """What is timed of a variant, by FIGURES."""
+        overlap = variant.overlap
+        whole = self._work(overlap)
+        comm = dataclasses.replace(whole, gate_up=lambda: self.z, down=lambda hidden: hidden)
+        return {
+            "comm": lambda: variant.placed(lambda: overlap.run(comm)),
+            "shared": lambda: whole.down(whole.gate_up()),
+            "both": lambda: variant.placed(lambda: overlap.run(whole)),
+            "layer": lambda: variant.placed(lambda: self._layer(overlap)),
+        }
+
+    def _work(self, overlap: Overlap) -> Work:
+        """A round without its routed experts: their rows are there."""
+        layer = dataclasses.replace(self.layer, overlap=overlap)
+        work = layer.work(self.x, self.z, self.idx, self.weights, self.comm, bucket=self.num)
+        return dataclasses.replace(work, experts=lambda arrived: self.rows)
+
+    def _layer(self, overlap: Overlap) -> Tensor:
+        layer = dataclasses.replace(self.layer, overlap=overlap)
+        return layer.forward(self.x, self.comm, Parallel(), bucket=self.num)
+
+    def without(self) -> Tensor:
+        """The layer's launches but dispatch and combine, in sequence, with the rows of a dispatch
+        done before."""
+        layer = self.layer
+        layer.router.forward(self.x)
+        linear(self.x, layer.down, layer.numerics)
+        layer.experts(self.arrived)
+        shared = linear(layer.shared.hidden(self.x), layer.shared.down, layer.numerics)
+        latent = rms_norm(self.z, layer.norm_weight, layer.eps)
+        return torch.add(linear(latent, layer.up, layer.numerics), shared)
+
+
+def overlap(bench: Bench, setup: Setup) -> None:
+    """A row for each variant: `moe_layer` for the model's own, `overlap` for the others."""
+    graph = bench.options.graph and "capture" in setup.comm.capabilities
+    with torch.inference_mode():
+        parts = Parts(bench, setup)
+        tried = variants(parts.layer.overlap, setup.model.device)
+        for variant in tried:
+            _check(bench, parts, variant, graph=graph)
+    samples: dict[tuple[str, str], list[list[float]]] = {}
+
+    def time(name: str, figure: str, call: Callable[[], Any]) -> None:
+        pooled = samples.setdefault((name, figure), [[] for _ in range(bench.ranks.num_ranks)])
+        for mine, new in zip(pooled, bench.time(call, graph=graph), strict=True):
+            mine.extend(new)
+
+    for turn in range(ROUNDS):
+        time("", "without", parts.without)
+        for variant in tried:
+            # Whoever has no first turn has no row.
+            if bench.in_time(f"overlap, turn {turn + 1}: {variant.name}"):
+                for figure, call in parts.calls(variant).items():
+                    time(variant.name, figure, call)
+    rows = _add_rows(bench, setup, parts.num, tried, samples, graph=graph)
+    if graph and bench.options.timeline:
+        # A profiler is not the measurement: what is measured is safe before it starts.
+        bench.save(bench)
+        for variant in tried:
+            if variant.name in rows and bench.in_time(f"timeline of {variant.name}"):
+                with torch.inference_mode():
+                    kernels = timeline(bench, parts.calls(variant)["both"])
+                rows[variant.name].params.update(timeline=kernels, beside=beside(kernels))
+    with torch.inference_mode():
+        parts.done()
+
+
+def _check(bench: Bench, parts: Parts, variant: Variant, *, graph: bool) -> None:
+    """The layer by a variant, eager and captured, against the layer in sequence: the same bits,
+    where two runs in sequence give the same; else within CHECK_BOUND. Collective."""
+    sequence = Variant(
+        settings={"order": str(Order.SEQUENCE)},
+        overlap=Overlap(leave_free=variant.overlap.leave_free, order=Order.SEQUENCE),
+    )
+    in_sequence = parts.calls(sequence)["layer"]
+    wanted, again = in_sequence().clone(), in_sequence().clone()
+    repeats = all(bench.ranks.gather(torch.equal(wanted, again), what="check"))
+    call = parts.calls(variant)["layer"]
+    results = {"eager": call().clone()}
+    if graph:
+        captured, out = bench.capture(call)
+        out.fill_(torch.nan)
+        bench.replay(captured)
+        results["captured"] = out
+    for how, got in results.items():
+        (compare_bits if repeats else compare)(
+            bench, got, wanted, f"overlap, {variant.name}, {how}, against the sequence"
+        )
+
+
+def _add_rows(
+    bench: Bench,
+    setup: Setup,
+    num_tokens: int,
+    tried: list[Variant],
+    samples: dict[tuple[str, str], list[list[float]]],
+    *,
+    graph: bool,
+) -> dict[str, Any]:
+    """The rows of all variants that were timed, by name; definitions: bench_model.DEFINITIONS."""
+    us = {key: Statistics.of(per_rank).slowest_rank_p50_us for key, per_rank in samples.items()}
+    timed = [variant for variant in tried if (variant.name, "layer") in us]
+    comm = min(us[variant.name, "comm"] for variant in timed)
+    shared = min(us[variant.name, "shared"] for variant in timed)
+    without = us["", "without"]
+    in_sequence = us.get((str(Order.SEQUENCE), "layer"))
+    rows = {}
+    for variant in timed:
+        own = {figure: us[variant.name, figure] for figure in FIGURES}
+        rows[variant.name] = bench.add(
+            setup,
+            "moe_layer" if variant.is_models else "overlap",
+            samples[variant.name, "layer"],
+            num_tokens=num_tokens,
+            graph=graph,
+            variant=variant.name,
+            **variant.settings,
+            comm_us=comm,
+            shared_us=shared,
+            own_comm_us=own["comm"],
+            own_shared_us=own["shared"],
+            both_us=own["both"],
+            without_us=without,
+            one_stream_us=in_sequence,
+            layer_us=own["layer"],
+            hidden=1 - (own["both"] - shared) / comm,
+            hidden_in_layer=1 - (own["layer"] - without) / comm,
+        )
+    return rows

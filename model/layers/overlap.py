@@ -1,0 +1,265 @@
+"""In which order, and on which streams, a layer launches its communication and its shared experts.
+
+The two need nothing of each other: the product of gate and up projections can run beside dispatch,
+the down projection's beside combine. Whether they do is a matter of multiprocessors, not of
+streams. A product by cuBLAS takes all of every multiprocessor it is on, and is on all of them: a
+call launched after it waits for its end. A combine of 128 tokens fills every multiprocessor with
+programs, half of which wait for other ranks: a product launched after it waits for all of them. So
+the product must be launched first, and leave some multiprocessors free (`leave_free`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+from collections.abc import Callable, Iterator
+
+import torch
+
+from moe_comm.chunks import Pending
+from moe_comm.communicator import Communicator
+from moe_comm.handle import Dispatched
+from moe_comm.model.layers.multiprocessors import can_leave_free
+
+# Default of Overlap.leave_free on a GPU. A product with 112 blocks fits beside (K3's down
+# projection in tiles of 64 columns), and 40 programs of a combine at a time.
+LEAVE_FREE = 20
+# Up to this many tokens a product's bound is reading its weights, which fewer multiprocessors can
+# do as well; for more, leaving some free would cost their share of the arithmetic.
+FEW_TOKENS = 256
+
+
+class Order(enum.StrEnum):
+    """What is launched when, and where. "Aside": on Overlap.stream, which is forked from the
+    current stream and joined to it.
+
+    - SEQUENCE: dispatch, routed experts, combine, then the shared experts, on one stream.
+    - HALVES: calls in halves on one stream, a product of the shared experts between them.
+    - HALVES_ASIDE: the same with the halves aside.
+    - COMM_ASIDE: calls whole and aside, each behind the launch of its product.
+    - ROUTED_ASIDE: dispatch, routed experts and combine aside; the shared experts on the current
+      stream, both products from the start.
+    - SHARED_ASIDE: the shared experts aside, both products from the start.
+    - SHARED_CUT_ASIDE: the shared experts aside, the second product beside combine.
+    """
+
+    SEQUENCE = "sequence"
+    HALVES = "halves"
+    HALVES_ASIDE = "halves-aside"
+    COMM_ASIDE = "comm-aside"
+    ROUTED_ASIDE = "routed-aside"
+    SHARED_ASIDE = "shared-aside"
+    SHARED_CUT_ASIDE = "shared-cut-aside"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """One round's launches. z [T, L], idx and weights [T, K] and `bucket` are dispatch's arguments;
+    `experts` gives combine's rows; down(gate_up()) are the shared experts' rows."""
+
+    comm: Communicator
+    z: torch.Tensor
+    idx: torch.Tensor
+    weights: torch.Tensor
+    bucket: int
+    experts: Callable[[Dispatched], torch.Tensor]
+    gate_up: Callable[[], torch.Tensor]
+    down: Callable[[torch.Tensor], torch.Tensor]
+
+    def dispatch(self) -> Dispatched:
+        """The whole call."""
+        return self.comm.dispatch(self.z, self.idx, self.weights, bucket=self.bucket)
+
+    def start_dispatch(self) -> Pending[Dispatched]:
+        """Its first half."""
+        return self.comm.dispatch(self.z, self.idx, self.weights, bucket=self.bucket, async_op=True)
+
+    def combine(self, rows: torch.Tensor, arrived: Dispatched) -> torch.Tensor:
+        """The whole call."""
+        return self.comm.combine(rows, arrived.handle)
+
+    def start_combine(self, rows: torch.Tensor, arrived: Dispatched) -> Pending[torch.Tensor]:
+        """Its first half."""
+        return self.comm.combine(rows, arrived.handle, async_op=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """How a layer overlaps. Results are the same bits in every order.
+
+    Attributes:
+        order: see Order.
+        stream: of what is aside; None: the current stream, where everything runs in the order it is
+            launched in.
+        leave_free: multiprocessors that products of the shared experts leave free, of up to
+            FEW_TOKENS tokens (moe_comm.model.layers.multiprocessors).
+        lag: int64 [1] on the device: clock cycles for which the calls' stream waits ahead of each
+            call, so that the product beside it is placed first; None: not at all.
+    """
+
+    order: Order = Order.HALVES
+    stream: torch.cuda.Stream | None = None
+    leave_free: int = 0
+    lag: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.leave_free < 0:
+            raise ValueError(f"leave_free: expected at least 0, got {self.leave_free}")
+
+    @classmethod
+    def default(cls, device: torch.device) -> Overlap:
+        """COMM_ASIDE on a GPU; elsewhere halves, since there a call's transfer is the host's or a
+        library's own affair, and begins with its first half."""
+        if device.type != "cuda":
+            return cls()
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+        # Of high priority: where a product did leave nothing free, a call's programs go ahead of
+        # the product's next ones.
+        return cls(
+            order=Order.COMM_ASIDE,
+            stream=torch.cuda.Stream(device, priority=-1),
+            leave_free=min(LEAVE_FREE, count // 6) if can_leave_free(device) else 0,
+        )
+
+    def free_beside(self, num_tokens: int) -> int:
+        """Multiprocessors that a product of `num_tokens` rows leaves free."""
+        return self.leave_free if num_tokens <= FEW_TOKENS else 0
+
+    def run(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
+        """(combined rows [T, L], shared experts' rows [T, D]), both ready on the current stream.
+        Collective."""
+        return _ORDERS[self.order](self, work)
+
+    # Memory that one stream allocates and the other uses needs no record_stream: each fork waits
+    # for everything that the current stream has enqueued, each join the other way round, and what
+    # is shared lives until the join.
+
+    def fork(self) -> None:
+        """What is aside from now on comes after what the current stream has so far."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+
+    def join(self) -> None:
+        """The current stream goes on behind what is aside."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        """Enqueue aside what is launched inside."""
+        return _on(self.stream)
+
+    def hold(self) -> None:
+        """The lag, on the current stream."""
+        if self.lag is not None:
+            from moe_comm.kernels.delay import delay
+
+            delay(self.lag, 0)
+
+
+@contextlib.contextmanager
+def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+        yield
+
+
+Rows = tuple[torch.Tensor, torch.Tensor]
+
+
+def _sequence(overlap: Overlap, work: Work) -> Rows:
+    del overlap
+    arrived = work.dispatch()
+    combined = work.combine(work.experts(arrived), arrived)
+    return combined, work.down(work.gate_up())
+
+
+def _halves(overlap: Overlap, work: Work) -> Rows:
+    del overlap
+    return _halves_aside(Overlap(), work)
+
+
+def _halves_aside(overlap: Overlap, work: Work) -> Rows:
+    overlap.fork()
+    with overlap.aside():
+        sending = work.start_dispatch()
+    hidden = work.gate_up()
+    with overlap.aside():
+        arrived = sending.wait()
+    overlap.join()
+    rows = work.experts(arrived)
+    overlap.fork()
+    with overlap.aside():
+        returning = work.start_combine(rows, arrived)
+    shared = work.down(hidden)
+    with overlap.aside():
+        combined = returning.wait()
+    overlap.join()
+    return combined, shared
+
+
+def _comm_aside(overlap: Overlap, work: Work) -> Rows:
+    # The fork comes before the product, so that the call does not wait for it, and the launch after
+    # it, so that the product's blocks find their places first.
+    overlap.fork()
+    hidden = work.gate_up()
+    with overlap.aside():
+        overlap.hold()
+        arrived = work.dispatch()
+    overlap.join()
+    rows = work.experts(arrived)
+    overlap.fork()
+    shared = work.down(hidden)
+    with overlap.aside():
+        overlap.hold()
+        combined = work.combine(rows, arrived)
+    overlap.join()
+    return combined, shared
+
+
+def _routed_aside(overlap: Overlap, work: Work) -> Rows:
+    overlap.fork()
+    shared = work.down(work.gate_up())
+    with overlap.aside():
+        overlap.hold()
+        arrived = work.dispatch()
+        combined = work.combine(work.experts(arrived), arrived)
+    overlap.join()
+    return combined, shared
+
+
+def _shared_aside(overlap: Overlap, work: Work) -> Rows:
+    overlap.fork()
+    with overlap.aside():
+        shared = work.down(work.gate_up())
+    overlap.hold()
+    arrived = work.dispatch()
+    combined = work.combine(work.experts(arrived), arrived)
+    overlap.join()
+    return combined, shared
+
+
+def _shared_cut_aside(overlap: Overlap, work: Work) -> Rows:
+    overlap.fork()
+    with overlap.aside():
+        hidden = work.gate_up()
+    overlap.hold()
+    arrived = work.dispatch()
+    rows = work.experts(arrived)
+    overlap.fork()
+    with overlap.aside():
+        shared = work.down(hidden)
+    overlap.hold()
+    combined = work.combine(rows, arrived)
+    overlap.join()
+    return combined, shared
+
+
+_ORDERS: dict[Order, Callable[[Overlap, Work], Rows]] = {
+    Order.SEQUENCE: _sequence,
+    Order.HALVES: _halves,
+    Order.HALVES_ASIDE: _halves_aside,
+    Order.COMM_ASIDE: _comm_aside,
+    Order.ROUTED_ASIDE: _routed_aside,
+    Order.SHARED_ASIDE: _shared_aside,
+    Order.SHARED_CUT_ASIDE: _shared_cut_aside,
+}
