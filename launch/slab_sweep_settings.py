@@ -21,6 +21,10 @@ BF16, FP8 = ("bf16", "bf16"), ("fp8", "fp8")
 CALLS, HALVES, OVERLAP = "calls", "halves", "overlap"
 # As many programs as a quarter of an H200's multiprocessors, and so on by twos.
 PROGRAMS = (33, 66, 132, 264, 528, 1056)
+# Files in kernels/ that a slab's calls run.
+_KERNELS = (
+    "combine.py", "dispatch.py", "expert_index.py", "quantize.py", "signal.py", "slot_signals.py"
+)  # fmt: skip
 PROGRAM_KNOBS = ("dispatch_programs", "combine_send_programs", "combine_receive_programs")
 
 
@@ -88,7 +92,7 @@ def settings_of(sections: Sequence[str]) -> list[Setting]:
 def source_digest() -> str:
     """Of the slab's code and kernels: times of other code do not belong into one file."""
     root = Path(moe_comm.__file__).resolve().parent
-    files = [*(root / "backends").glob("slab*.py"), *(root / "kernels").resolve().glob("*.py")]
+    files = [*(root / "backends").glob("slab*.py"), *(root / "kernels" / name for name in _KERNELS)]
     digest = hashlib.sha256()
     for file in sorted(files, key=lambda path: path.name):
         digest.update(file.name.encode() + file.read_bytes())

@@ -233,6 +233,41 @@ def test_files_of_something_else_are_refused(tmp_path) -> None:
         slab_sweep._read(str(path))
 
 
+def swept_on_gpus(context: RankContext, path: str) -> tuple[int, int]:
+    """Exit code, and settings there were."""
+    from moe_comm import Group
+    from moe_comm.launch.slab_sweep_compile import count_compiles
+    from moe_comm.launch.worker import Ranks
+
+    slab_sweep_ports.MODEL_WIDTH = slab_sweep_ports.SHARED_WIDTH = 64
+    shape = {**TINY, "hidden": 64}
+    config = EPConfig(**shape, num_slots=3, timeout_s=10.0)
+    routing = parse_routing("uniform", num_experts=12, num_topk=4)
+    plan = Plan(config=config, routing=routing, calls=3, replays=4, source="code")
+    ranks = Ranks(Group(), timeout_s=10.0)
+    settings = [setting(mode=mode, kind=kind) for mode in (LOW, HIGH) for kind in SHAPES]
+    settings += [setting(mode=HIGH, side_priority=0), setting(wires=FP8)]
+    file = slab_sweep.ResultFile(ranks, plan, path)
+    sweep = Sweep(plan=plan, ranks=ranks, compiled=count_compiles())
+    began = time.monotonic()
+    code = slab_sweep.run_settings(sweep, file, settings, seconds=80.0, began=began)
+    return code, len(settings)
+
+
+@pytest.mark.multi_gpu(2)
+def test_captured_calls_of_every_kind_are_right(tmp_path) -> None:
+    path = str(tmp_path / "sweep.json")
+    outcomes = run_ranks(2, swept_on_gpus, path, device_type="cuda")
+    rows = read_json(path)["rows"]
+    assert [row["params"]["error"] for row in rows if "error" in row["params"]] == []
+    assert outcomes == [(0, 8)] * 2
+    # Whole calls by both definitions where nothing is changed, halves, and beside a GEMM on one
+    # stream and on two.
+    assert len(rows) == 2 * (4 + 6 + 3 + 6) + 2 + 4
+    assert {row["wrong"] for row in rows if row["phase"] != "gemm"} == {0}
+    assert {row["params"].get("timing") for row in rows} == {IN_A_ROW, PAIRS}
+
+
 # Compiling ahead.
 
 
