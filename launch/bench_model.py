@@ -2,6 +2,8 @@
 
 Not a moe-bench subcommand but a run of its own:
   torchrun --nproc-per-node 2 -m moe_comm.launch.bench_model --json results/x.json
+and the ways to hide communication behind shared experts alone, with a timeline of kernels:
+  ... --sections overlap --layers 1 --ep-shapes 0 --prompt-tokens 128 --iters 50 --timeline
 Ranks must agree, so all options are given to all of them alike. The result file is written after
 each section, so that what a time limit leaves unfinished costs nothing else.
 """
@@ -40,9 +42,11 @@ DEFINITIONS = {
         "one stream, leaving as many multiprocessors free as in this variant; both_us: the two "
         "together, without the routed experts; comm_us, shared_us: the shortest own_comm_us and "
         "own_shared_us of all variants, so that what a variant slows down counts against it. "
-        "hidden = 1 - (both_us - shared_us) / comm_us; hidden_in_layer = "
-        "1 - (layer_us - without_us) / comm_us, above 1 where the shared experts also run beside "
-        "the routed ones"
+        "hidden = 1 - (both_us - shared_us) / comm_us; saved_in_layer = "
+        "(one_stream_us - layer_us) / comm_us, above 1 where the shared experts also run beside "
+        "the routed ones; hidden_in_layer = 1 - (layer_us - without_us) / comm_us, where "
+        "without_us has no rank that waits for the other's routed experts, so that the difference "
+        "of their times counts as not hidden"
     ),
     "timeline": (
         "kernels of both_us on the first rank in a captured call of their own, not of the timed "

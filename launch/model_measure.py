@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from moe_comm.launch.results import Row
-from moe_comm.launch.timing import Statistics, time_calls
+from moe_comm.launch.timing import GRAPH_PAIRS, Statistics, time_calls
 from moe_comm.model.config import K3Config
 from moe_comm.model.layers.latent_moe import Experts
 
@@ -130,15 +131,42 @@ class Bench:
             torch.accelerator.synchronize(self.ranks.device)
         return max(time.perf_counter() - start, 1e-6)
 
-    def capture(self, call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """A CUDA graph of one call, after two eager ones on its stream, and what the call returned.
-        Nothing has run in it yet."""
+    def timer(self, call: Callable[[], object], *, graph: bool) -> Callable[[], list[float]]:
+        """What times the call each time it is called, on all ranks: microseconds of up to
+        GRAPH_PAIRS calls on this rank, from a graph that is captured here, once, or eager. For
+        calls that are timed in turns."""
+        iters = min(self.options.iters, GRAPH_PAIRS)
+        if not graph:
+            return lambda: time_calls(call, self.ranks, iters=iters, warmup=1, graph=False)
+        # The first call absorbs the ranks' skew and is not counted.
+        marks = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(iters + 1)]
+
+        def marked() -> None:
+            call()
+            for mark in marks[:-1]:
+                mark.record()
+                call()
+            marks[-1].record()
+
+        captured, _ = self.capture(marked, warm=call)
+
+        def replayed() -> list[float]:
+            self.replay(captured)
+            return [start.elapsed_time(end) * 1e3 for start, end in itertools.pairwise(marks)]
+
+        return replayed
+
+    def capture(
+        self, call: Callable[[], T], *, warm: Callable[[], object] | None = None
+    ) -> tuple[torch.cuda.CUDAGraph, T]:
+        """A CUDA graph of one call, after two eager ones of `warm` (by default the same) on its
+        stream, and what the call returned. Nothing has run in it yet."""
         device = self.ranks.device
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(2):
-                call()
+                (warm or call)()
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
         # thread_local: NCCL's watchdog queries events from a thread of its own meanwhile.

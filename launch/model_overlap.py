@@ -17,16 +17,14 @@ from torch import Tensor
 from moe_comm.launch.model_checks import compare, compare_bits
 from moe_comm.launch.model_measure import Bench, Setup
 from moe_comm.launch.model_timeline import beside, timeline
-from moe_comm.launch.timing import Statistics
+from moe_comm.launch.timing import GRAPH_PAIRS, Statistics
 from moe_comm.model.layers.latent_moe import LatentMoe
 from moe_comm.model.layers.linear import linear
 from moe_comm.model.layers.multiprocessors import can_leave_free
 from moe_comm.model.layers.norm import rms_norm
-from moe_comm.model.layers.overlap import Order, Overlap, Work
+from moe_comm.model.layers.overlap import FEW_TOKENS, Order, Overlap, Work
 from moe_comm.model.parallel import Parallel
 
-# Of a variant, in turn.
-ROUNDS = 2
 FREE = (0, 12, 20, 28, 36)
 # Two microseconds at 1.75 GHz: longer than the next node of a graph takes to begin.
 LAG_CYCLES = 3500
@@ -60,11 +58,12 @@ class Variant:
         return result
 
 
-def variants(own: Overlap, device: torch.device) -> list[Variant]:
-    """The model's own first, then all others that differ on this device."""
-    settings: dict[str, Any] = {"order": str(own.order)}
+def variants(own: Overlap, device: torch.device, *, bucket: int) -> list[Variant]:
+    """The model's own first, then all others that differ on this device in this bucket."""
+    settings: dict[str, Any] = {"order": str(own.order_in(bucket))}
     if own.stream is not None:
-        settings |= {"priority": own.stream.priority, "leave_free": own.leave_free}
+        settings |= {"priority": own.stream.priority, "leave_free": own.free_in(bucket)}
+    settings |= {"gate_first": True} if own.gate_first_in(bucket) else {}
     found = [Variant(settings=settings, overlap=own, is_models=True)]
     if device.type != "cuda":
         # Without streams what is left is the order.
@@ -74,35 +73,46 @@ def variants(own: Overlap, device: torch.device) -> list[Variant]:
             for order in orders
         ]
     count = torch.cuda.get_device_properties(device).multi_processor_count
-    possible = range(count if can_leave_free(device) else 0)
+    free = own.free_in(bucket)
+    possible = range(count if can_leave_free(device) and bucket <= FEW_TOKENS else 0)
     streams = {priority: torch.cuda.Stream(device, priority=priority) for priority in (0, -1)}
     lag = torch.tensor([LAG_CYCLES], dtype=torch.int64, device=device)
 
     def add(
-        order: Order, *, free: int = 0, priority: int = -1, lags: bool = False, base: int = 0
+        order: Order,
+        *,
+        free: int = 0,
+        priority: int = -1,
+        gate_first: bool = False,
+        lags: bool = False,
+        base: int = 0,
     ) -> None:
         aside = order not in (Order.SEQUENCE, Order.HALVES)
         settings: dict[str, Any] = {"order": str(order)}
         if aside:
             settings |= {"priority": priority, "leave_free": free}
+        settings |= {"gate_first": True} if gate_first else {}
         settings |= {"lag_cycles": LAG_CYCLES} if lags else {}
         settings |= {"base_priority": base} if base else {}
-        if settings == found[0].settings or (free and free not in possible):
+        known = any(settings == variant.settings for variant in found)
+        if known or (free and free not in possible):
             return
         overlap = Overlap(
             order=order,
             stream=streams[priority] if aside else None,
             leave_free=free,
+            gate_first=gate_first,
             lag=lag if lags else None,
         )
         base_stream = torch.cuda.Stream(device, priority=base) if base else None
         found.append(Variant(settings=settings, overlap=overlap, base=base_stream))
 
-    free = own.leave_free
     add(Order.SEQUENCE)
     add(Order.HALVES)
     for fewer in FREE:
         add(Order.COMM_ASIDE, free=fewer)
+        if bucket <= FEW_TOKENS:
+            add(Order.COMM_ASIDE, free=fewer, gate_first=True)
     add(Order.COMM_ASIDE, free=free, lags=True)
     add(Order.COMM_ASIDE, free=free, priority=0)
     add(Order.HALVES_ASIDE)
@@ -142,10 +152,10 @@ class Parts:
         """What is timed of a variant, by FIGURES."""
         overlap = variant.overlap
         whole = self._work(overlap)
-        comm = dataclasses.replace(whole, gate_up=lambda: self.z, down=lambda hidden: hidden)
+        comm = dataclasses.replace(whole, first=lambda: self.z, rest=lambda part: part)
         return {
             "comm": lambda: variant.placed(lambda: overlap.run(comm)),
-            "shared": lambda: whole.down(whole.gate_up()),
+            "shared": lambda: whole.rest(whole.first()),
             "both": lambda: variant.placed(lambda: overlap.run(whole)),
             "layer": lambda: variant.placed(lambda: self._layer(overlap)),
         }
@@ -177,23 +187,10 @@ def overlap(bench: Bench, setup: Setup) -> None:
     graph = bench.options.graph and "capture" in setup.comm.capabilities
     with torch.inference_mode():
         parts = Parts(bench, setup)
-        tried = variants(parts.layer.overlap, setup.model.device)
+        tried = variants(parts.layer.overlap, setup.model.device, bucket=parts.num)
         for variant in tried:
             _check(bench, parts, variant, graph=graph)
-    samples: dict[tuple[str, str], list[list[float]]] = {}
-
-    def time(name: str, figure: str, call: Callable[[], Any]) -> None:
-        pooled = samples.setdefault((name, figure), [[] for _ in range(bench.ranks.num_ranks)])
-        for mine, new in zip(pooled, bench.time(call, graph=graph), strict=True):
-            mine.extend(new)
-
-    for turn in range(ROUNDS):
-        time("", "without", parts.without)
-        for variant in tried:
-            # Whoever has no first turn has no row.
-            if bench.in_time(f"overlap, turn {turn + 1}: {variant.name}"):
-                for figure, call in parts.calls(variant).items():
-                    time(variant.name, figure, call)
+    samples = _time_in_turns(bench, parts, tried, graph=graph)
     rows = _add_rows(bench, setup, parts.num, tried, samples, graph=graph)
     if graph and bench.options.timeline:
         # A profiler is not the measurement: what is measured is safe before it starts.
@@ -207,12 +204,33 @@ def overlap(bench: Bench, setup: Setup) -> None:
         parts.done()
 
 
+def _time_in_turns(
+    bench: Bench, parts: Parts, tried: list[Variant], *, graph: bool
+) -> dict[tuple[str, str], list[list[float]]]:
+    """Microseconds of each rank's samples by (variant, figure), and by ("", "without"). Variants
+    that there was no time to prepare are left out. Collective."""
+    timers = {}
+    with torch.inference_mode():
+        timers["", "without"] = bench.timer(parts.without, graph=graph)
+        for variant in tried:
+            if bench.in_time(f"overlap by {variant.name}"):
+                for figure, call in parts.calls(variant).items():
+                    timers[variant.name, figure] = bench.timer(call, graph=graph)
+        mine: dict[tuple[str, str], list[float]] = {key: [] for key in timers}
+        for turn in range(-(-bench.options.iters // GRAPH_PAIRS)):
+            if turn == 0 or bench.in_time(f"turn {turn + 1} of overlaps"):
+                for key, timer in timers.items():
+                    mine[key] += timer()
+    gathered = bench.ranks.gather(mine, what="samples")
+    return {key: [rank[key] for rank in gathered] for key in timers}
+
+
 def _check(bench: Bench, parts: Parts, variant: Variant, *, graph: bool) -> None:
     """The layer by a variant, eager and captured, against the layer in sequence: the same bits,
     where two runs in sequence give the same; else within CHECK_BOUND. Collective."""
     sequence = Variant(
         settings={"order": str(Order.SEQUENCE)},
-        overlap=Overlap(leave_free=variant.overlap.leave_free, order=Order.SEQUENCE),
+        overlap=dataclasses.replace(variant.overlap, order=Order.SEQUENCE, lag=None),
     )
     in_sequence = parts.calls(sequence)["layer"]
     wanted, again = in_sequence().clone(), in_sequence().clone()
@@ -242,6 +260,8 @@ def _add_rows(
     """The rows of all variants that were timed, by name; definitions: bench_model.DEFINITIONS."""
     us = {key: Statistics.of(per_rank).slowest_rank_p50_us for key, per_rank in samples.items()}
     timed = [variant for variant in tried if (variant.name, "layer") in us]
+    if not timed:
+        return {}
     comm = min(us[variant.name, "comm"] for variant in timed)
     shared = min(us[variant.name, "shared"] for variant in timed)
     without = us["", "without"]
@@ -267,5 +287,6 @@ def _add_rows(
             layer_us=own["layer"],
             hidden=1 - (own["both"] - shared) / comm,
             hidden_in_layer=1 - (own["layer"] - without) / comm,
+            saved_in_layer=None if in_sequence is None else (in_sequence - own["layer"]) / comm,
         )
     return rows

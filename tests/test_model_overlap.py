@@ -3,7 +3,9 @@ piece launched once and in the order said; on a pair of GPUs, captured too, with
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -27,7 +29,8 @@ from moe_comm.model.layers.multiprocessors import (
     leave_free,
     sm_count_target,
 )
-from moe_comm.model.layers.overlap import FEW_TOKENS, Order, Overlap
+from moe_comm.model.layers.norm import Mlp
+from moe_comm.model.layers.overlap import FEW_TOKENS, Order, Overlap, Work
 from moe_comm.model.parallel import Parallel
 from moe_comm.model.transformer import ep_config
 
@@ -39,13 +42,25 @@ BUCKET = 8
 TOKENS = [(7, 3), (5, 0), (8, 8)]
 # What each order launches, one after the other, where nothing is aside.
 LAUNCHED = {
-    Order.SEQUENCE: ["dispatch", "experts", "combine", "gate_up", "down"],
-    Order.HALVES: ["dispatch", "gate_up", "experts", "combine", "down"],
-    Order.HALVES_ASIDE: ["dispatch", "gate_up", "experts", "combine", "down"],
-    Order.COMM_ASIDE: ["gate_up", "dispatch", "experts", "down", "combine"],
-    Order.ROUTED_ASIDE: ["gate_up", "down", "dispatch", "experts", "combine"],
-    Order.SHARED_ASIDE: ["gate_up", "down", "dispatch", "experts", "combine"],
-    Order.SHARED_CUT_ASIDE: ["gate_up", "dispatch", "experts", "down", "combine"],
+    Order.SEQUENCE: ["dispatch", "experts", "combine", "first", "rest"],
+    Order.HALVES: ["dispatch", "first", "experts", "combine", "rest"],
+    Order.HALVES_ASIDE: ["dispatch", "first", "experts", "combine", "rest"],
+    Order.COMM_ASIDE: ["first", "dispatch", "experts", "rest", "combine"],
+    Order.ROUTED_ASIDE: ["first", "rest", "dispatch", "experts", "combine"],
+    Order.SHARED_ASIDE: ["first", "rest", "dispatch", "experts", "combine"],
+    Order.SHARED_CUT_ASIDE: ["first", "dispatch", "experts", "rest", "combine"],
+}
+
+# Products that nothing keeps from running beside their call, and what is not on the current stream.
+CALLS, PRODUCTS = {"dispatch", "combine"}, {"first", "rest"}
+ASIDE = {
+    Order.SEQUENCE: (set(), set()),
+    Order.HALVES: (set(), set()),
+    Order.HALVES_ASIDE: (PRODUCTS, CALLS),
+    Order.COMM_ASIDE: (PRODUCTS, CALLS),
+    Order.ROUTED_ASIDE: (PRODUCTS, CALLS | {"experts"}),
+    Order.SHARED_ASIDE: (PRODUCTS, PRODUCTS),
+    Order.SHARED_CUT_ASIDE: (PRODUCTS, PRODUCTS),
 }
 
 
@@ -95,8 +110,8 @@ def recording(layer, log: list[str]):
             return dataclasses.replace(
                 work,
                 experts=noting("experts", work.experts),
-                gate_up=noting("gate_up", work.gate_up),
-                down=noting("down", work.down),
+                first=noting("first", work.first),
+                rest=noting("rest", work.rest),
             )
 
     values = {field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)}
@@ -112,18 +127,21 @@ def orders_on_cpu(context: RankContext) -> dict[str, list[list[str]]]:
         layer = recording(layer_of(device, comm), log)
         for seed, tokens in enumerate(TOKENS):
             x = inputs(tokens[context.rank], context.rank, seed, device)
-            wanted = None
-            for order in Order:
+            outputs = {}
+            for order, gate_first in itertools.product(Order, (False, True)):
                 log.clear()
-                run = dataclasses.replace(layer, overlap=Overlap(order=order))
+                overlap = Overlap(order=order, gate_first=gate_first)
+                run = dataclasses.replace(layer, overlap=overlap)
                 out = run.forward(x, comm, Parallel(), bucket=BUCKET)
                 launched[str(order)].append(list(log))
-                wanted = out if wanted is None else wanted
                 assert out.shape == x.shape
                 assert torch.isfinite(out).all()
-                assert torch.equal(out, wanted), (order, tokens)
+                wanted = outputs.setdefault(gate_first, out)
+                assert torch.equal(out, wanted), (order, gate_first, tokens)
             if x.shape[0]:
-                assert wanted.float().std() > 0.01
+                assert outputs[False].float().std() > 0.01
+            # bf16, its products rounded alike but perhaps summed in another order.
+            torch.testing.assert_close(outputs[True], outputs[False], rtol=0.02, atol=0.02)
     return launched
 
 
@@ -131,7 +149,116 @@ def test_every_order_gives_the_same_bits_and_launches_each_piece_once():
     assert set(LAUNCHED) == set(Order)
     for launched in run_ranks(2, orders_on_cpu):
         for order, wanted in LAUNCHED.items():
-            assert launched[order] == [wanted] * len(TOKENS), order
+            assert launched[order] == [wanted] * (2 * len(TOKENS)), order
+
+
+class Streams:
+    """Streams as CUDA orders them, without running anything: an operation comes after all that its
+    stream holds, and, behind a wait, after all that the other stream held at that time."""
+
+    def __init__(self, monkeypatch):
+        self.after = {"main": frozenset(), "side": frozenset()}
+        self.now = "main"
+        self.seen: dict[str, frozenset[str]] = {}
+        self.where: dict[str, str] = {}
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.of(self.now))
+        monkeypatch.setattr(torch.cuda, "stream", self.enter)
+
+    def of(self, name):
+        return SimpleNamespace(
+            name=name, device=None, wait_stream=lambda other: self.wait(name, other.name)
+        )
+
+    def wait(self, name, other):
+        self.after[name] |= self.after[other]
+
+    @contextlib.contextmanager
+    def enter(self, stream):
+        before, self.now = self.now, stream.name
+        yield
+        self.now = before
+
+    def launch(self, name, result):
+        self.seen[name], self.where[name] = self.after[self.now], self.now
+        self.after[self.now] |= {name}
+        return result
+
+
+@pytest.mark.parametrize("order", Order)
+def test_streams_are_forked_and_joined(order, monkeypatch):
+    """Every piece comes after what it reads and everything that was there before; after the layer
+    the current stream comes after every piece, and a second layer after the first."""
+    streams = Streams(monkeypatch)
+
+    class Comm:
+        def dispatch(self, z, idx, weights, *, bucket, async_op=False):
+            arrived = SimpleNamespace(handle=None)
+            if not async_op:
+                return streams.launch("dispatch", arrived)
+            streams.launch("dispatch.send", None)
+            return SimpleNamespace(wait=lambda: streams.launch("dispatch", arrived))
+
+        def combine(self, rows, handle, *, async_op=False):
+            if not async_op:
+                return streams.launch("combine", "combined")
+            streams.launch("combine.send", None)
+            return SimpleNamespace(wait=lambda: streams.launch("combine", "combined"))
+
+    work = Work(
+        comm=Comm(), z=None, idx=None, weights=None, bucket=BUCKET,
+        experts=lambda arrived: streams.launch("experts", "rows"),
+        first=lambda: streams.launch("first", "part"),
+        rest=lambda part: streams.launch("rest", "shared"),
+    )  # fmt: skip
+    pieces = {"dispatch", "experts", "combine", "first", "rest"}
+    for turn in range(2):
+        before = streams.after["main"] | {f"before {turn}"}
+        streams.launch(f"before {turn}", None)
+        overlap = Overlap(order=order, stream=streams.of("side"))
+        assert overlap.run(work) == ("combined", "shared")
+        assert streams.now == "main"
+        assert pieces <= streams.after["main"]
+        assert before <= frozenset.intersection(*(streams.seen[name] for name in pieces))
+        assert "dispatch" in streams.seen["experts"]
+        assert {"dispatch", "experts"} <= streams.seen["combine"]
+        assert "first" in streams.seen["rest"]
+        beside = {
+            name
+            for call, name in (("dispatch", "first"), ("combine", "rest"))
+            if name not in streams.seen[call] and call not in streams.seen[name]
+        }
+        aside = {name for name in pieces if streams.where[name] == "side"}
+        wanted_beside, wanted_aside = ASIDE[order]
+        if not turn:
+            assert (beside, aside) == (wanted_beside, wanted_aside)
+        # A second turn looks at the second launches alone.
+        streams.seen.clear()
+        streams.after = {name: held - pieces for name, held in streams.after.items()}
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_gate_on_its_own_is_a_part_of_the_whole(batch_invariant):
+    """In float32, and float64 tiles: sums may differ in their last bits, columns may not."""
+    generator = torch.Generator().manual_seed(2)
+    gate_up, down = (torch.randn(n, k, generator=generator) / 8 for n, k in ((48, 40), (40, 24)))
+    mlp = Mlp(
+        gate_up=gate_up, down=down, beta=4.0, linear_beta=25.0,
+        numerics=Numerics(batch_invariant=batch_invariant),
+    )  # fmt: skip
+    x = torch.randn(5, 40, generator=generator)
+    torch.testing.assert_close(mlp.hidden_from(mlp.gate(x), x), mlp.hidden(x))
+    assert mlp.hidden_from(mlp.gate(x[:0]), x[:0]).shape == (0, 24)
+
+
+def test_many_tokens_have_an_order_of_their_own():
+    both = Overlap(order=Order.COMM_ASIDE, order_of_many=Order.HALVES_ASIDE, leave_free=5)
+    assert both.order_in(FEW_TOKENS) is Order.COMM_ASIDE
+    assert both.order_in(FEW_TOKENS + 1) is Order.HALVES_ASIDE
+    assert Overlap(order=Order.SEQUENCE).order_in(FEW_TOKENS + 1) is Order.SEQUENCE
+    assert both.gate_first_in(FEW_TOKENS) is False
+    assert Overlap(gate_first=True).gate_first_in(FEW_TOKENS)
+    assert not Overlap(gate_first=True).gate_first_in(FEW_TOKENS + 1)
+    assert (both.free_in(FEW_TOKENS), both.free_in(FEW_TOKENS + 1)) == (5, 0)
 
 
 def test_what_is_left_free(monkeypatch):
@@ -156,7 +283,7 @@ def test_what_is_left_free(monkeypatch):
         )
         x = inputs(num, 0, 1, device)
         work = layer.work(x, x, x, x, comm, bucket=num)
-        assert work.down(work.gate_up()).shape == x.shape
+        assert work.rest(work.first()).shape == x.shape
         assert asked == [wanted, wanted]
         asked.clear()
     with pytest.raises(ValueError, match="leave_free: expected at least 0, got -1"):
@@ -166,7 +293,7 @@ def test_what_is_left_free(monkeypatch):
 
 
 def test_variants_of_a_device_without_streams():
-    found = variants(Overlap(), torch.device("cpu"))
+    found = variants(Overlap(), torch.device("cpu"), bucket=BUCKET)
     assert [variant.is_models for variant in found] == [True] + [False] * (len(found) - 1)
     assert {variant.overlap.order for variant in found} == set(Order) - {Order.HALVES_ASIDE}
     assert len({variant.name for variant in found}) == len(found)
@@ -237,11 +364,11 @@ def orders_on_gpu(context: RankContext) -> None:
             return lambda: variant.placed(lambda: run.forward(x, comm, Parallel(), bucket=BUCKET))
 
         counts = {}
-        for variant in variants(layer.overlap, device):
+        for variant in variants(layer.overlap, device, bucket=BUCKET):
             call = call_of(variant)
             plain = dataclasses.replace(
                 variant,
-                overlap=Overlap(order=Order.SEQUENCE, leave_free=variant.overlap.leave_free),
+                overlap=dataclasses.replace(variant.overlap, order=Order.SEQUENCE, lag=None),
             )
             wanted = call_of(plain)().clone()
             for _ in range(3):
@@ -259,7 +386,8 @@ def orders_on_gpu(context: RankContext) -> None:
                 graph.replay()
                 torch.cuda.synchronize(device)
                 assert torch.equal(out, wanted), variant.name
-            if not variant.overlap.leave_free and variant.overlap.lag is None:
+            same_products = not (variant.overlap.leave_free or variant.overlap.gate_first)
+            if same_products and variant.overlap.lag is None:
                 counts[variant.name] = (variant.overlap.order, launches(graph))
         comm.check()
     whole = counts["sequence"][1]

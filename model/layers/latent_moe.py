@@ -121,14 +121,17 @@ class LatentMoe:
             return rows.double() if self.numerics.batch_invariant else rows
 
         # A row's bits must not depend on how many there are.
-        free = 0 if self.numerics.batch_invariant else self.overlap.free_beside(x.shape[0])
+        free = 0 if self.numerics.batch_invariant else self.overlap.free_in(bucket)
 
-        def gate_up() -> torch.Tensor:
-            with leave_free(free, x.device):
-                return self.shared.hidden(x)
+        gate_first = self.overlap.gate_first_in(bucket)
 
-        def down(hidden: torch.Tensor) -> torch.Tensor:
+        def first() -> torch.Tensor:
             with leave_free(free, x.device):
+                return self.shared.gate(x) if gate_first else self.shared.hidden(x)
+
+        def rest(part: torch.Tensor) -> torch.Tensor:
+            with leave_free(free, x.device):
+                hidden = self.shared.hidden_from(part, x) if gate_first else part
                 return linear(hidden, self.shared.down, self.numerics)
 
         return Work(
@@ -138,6 +141,6 @@ class LatentMoe:
             weights=weights,
             bucket=bucket,
             experts=experts,
-            gate_up=gate_up,
-            down=down,
+            first=first,
+            rest=rest,
         )

@@ -1,11 +1,15 @@
 """In which order, and on which streams, a layer launches its communication and its shared experts.
 
-The two need nothing of each other: the product of gate and up projections can run beside dispatch,
-the down projection's beside combine. Whether they do is a matter of multiprocessors, not of
+The two need nothing of each other: a first part of the shared experts can run beside dispatch, the
+rest beside combine. Whether they do is a matter of multiprocessors, not of
 streams. A product by cuBLAS takes all of every multiprocessor it is on, and is on all of them: a
 call launched after it waits for its end. A combine of 128 tokens fills every multiprocessor with
 programs, half of which wait for other ranks: a product launched after it waits for all of them. So
 the product must be launched first, and leave some multiprocessors free (`leave_free`).
+
+With many tokens it is the other way round: products are bound by arithmetic and last long, and what
+takes the time of a call are copies, which need no multiprocessor but begin behind a kernel that
+does. So the call's first half goes ahead of the product.
 """
 
 from __future__ import annotations
@@ -25,8 +29,8 @@ from moe_comm.model.layers.multiprocessors import can_leave_free
 # Default of Overlap.leave_free on a GPU. A product with 112 blocks fits beside (K3's down
 # projection in tiles of 64 columns), and 40 programs of a combine at a time.
 LEAVE_FREE = 20
-# Up to this many tokens a product's bound is reading its weights, which fewer multiprocessors can
-# do as well; for more, leaving some free would cost their share of the arithmetic.
+# Buckets up to this one are few tokens: a product's bound is reading its weights, which fewer
+# multiprocessors can do as well.
 FEW_TOKENS = 256
 
 
@@ -35,13 +39,13 @@ class Order(enum.StrEnum):
     current stream and joined to it.
 
     - SEQUENCE: dispatch, routed experts, combine, then the shared experts, on one stream.
-    - HALVES: calls in halves on one stream, a product of the shared experts between them.
+    - HALVES: calls in halves on one stream, a part of the shared experts between them.
     - HALVES_ASIDE: the same with the halves aside.
-    - COMM_ASIDE: calls whole and aside, each behind the launch of its product.
+    - COMM_ASIDE: calls whole and aside, each behind the launch of a part of the shared experts.
     - ROUTED_ASIDE: dispatch, routed experts and combine aside; the shared experts on the current
-      stream, both products from the start.
-    - SHARED_ASIDE: the shared experts aside, both products from the start.
-    - SHARED_CUT_ASIDE: the shared experts aside, the second product beside combine.
+      stream, both parts from the start.
+    - SHARED_ASIDE: the shared experts aside, both parts from the start.
+    - SHARED_CUT_ASIDE: the shared experts aside, the rest beside combine.
     """
 
     SEQUENCE = "sequence"
@@ -56,7 +60,7 @@ class Order(enum.StrEnum):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
     """One round's launches. z [T, L], idx and weights [T, K] and `bucket` are dispatch's arguments;
-    `experts` gives combine's rows; down(gate_up()) are the shared experts' rows."""
+    `experts` gives combine's rows; rest(first()) are the shared experts' rows."""
 
     comm: Communicator
     z: torch.Tensor
@@ -64,8 +68,8 @@ class Work:
     weights: torch.Tensor
     bucket: int
     experts: Callable[[Dispatched], torch.Tensor]
-    gate_up: Callable[[], torch.Tensor]
-    down: Callable[[torch.Tensor], torch.Tensor]
+    first: Callable[[], torch.Tensor]
+    rest: Callable[[torch.Tensor], torch.Tensor]
 
     def dispatch(self) -> Dispatched:
         """The whole call."""
@@ -86,21 +90,27 @@ class Work:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """How a layer overlaps. Results are the same bits in every order.
+    """How a layer overlaps. Results are the same bits in every order; other kernels for products,
+    as leave_free and gate_first may bring about, sum in other orders.
 
     Attributes:
         order: see Order.
+        order_of_many: the order in buckets above FEW_TOKENS; None: the same.
         stream: of what is aside; None: the current stream, where everything runs in the order it is
             launched in.
-        leave_free: multiprocessors that products of the shared experts leave free, of up to
-            FEW_TOKENS tokens (moe_comm.model.layers.multiprocessors).
+        leave_free: multiprocessors that products of the shared experts leave free, in buckets up
+            to FEW_TOKENS (moe_comm.model.layers.multiprocessors).
+        gate_first: in buckets up to FEW_TOKENS the first part of the shared experts is the gate's
+            product alone, a third of their weights; else those of gate and up, two thirds.
         lag: int64 [1] on the device: clock cycles for which the calls' stream waits ahead of each
             call, so that the product beside it is placed first; None: not at all.
     """
 
     order: Order = Order.HALVES
+    order_of_many: Order | None = None
     stream: torch.cuda.Stream | None = None
     leave_free: int = 0
+    gate_first: bool = False
     lag: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -109,8 +119,8 @@ class Overlap:
 
     @classmethod
     def default(cls, device: torch.device) -> Overlap:
-        """COMM_ASIDE on a GPU; elsewhere halves, since there a call's transfer is the host's or a
-        library's own affair, and begins with its first half."""
+        """On a GPU COMM_ASIDE, and HALVES_ASIDE for many tokens; elsewhere halves, since there a
+        call's transfer is the host's or a library's own affair, and begins with its first half."""
         if device.type != "cuda":
             return cls()
         count = torch.cuda.get_device_properties(device).multi_processor_count
@@ -118,18 +128,27 @@ class Overlap:
         # the product's next ones.
         return cls(
             order=Order.COMM_ASIDE,
+            order_of_many=Order.HALVES_ASIDE,
             stream=torch.cuda.Stream(device, priority=-1),
             leave_free=min(LEAVE_FREE, count // 6) if can_leave_free(device) else 0,
         )
 
-    def free_beside(self, num_tokens: int) -> int:
-        """Multiprocessors that a product of `num_tokens` rows leaves free."""
-        return self.leave_free if num_tokens <= FEW_TOKENS else 0
+    def order_in(self, bucket: int) -> Order:
+        """The order of a round in this bucket."""
+        return self.order if bucket <= FEW_TOKENS else self.order_of_many or self.order
+
+    def free_in(self, bucket: int) -> int:
+        """Multiprocessors that products of the shared experts leave free in this bucket."""
+        return self.leave_free if bucket <= FEW_TOKENS else 0
+
+    def gate_first_in(self, bucket: int) -> bool:
+        """Whether the shared experts are cut behind the gate's product in this bucket."""
+        return self.gate_first and bucket <= FEW_TOKENS
 
     def run(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
         """(combined rows [T, L], shared experts' rows [T, D]), both ready on the current stream.
         Collective."""
-        return _ORDERS[self.order](self, work)
+        return _ORDERS[self.order_in(work.bucket)](self, work)
 
     # Memory that one stream allocates and the other uses needs no record_stream: each fork waits
     # for everything that the current stream has enqueued, each join the other way round, and what
@@ -170,7 +189,7 @@ def _sequence(overlap: Overlap, work: Work) -> Rows:
     del overlap
     arrived = work.dispatch()
     combined = work.combine(work.experts(arrived), arrived)
-    return combined, work.down(work.gate_up())
+    return combined, work.rest(work.first())
 
 
 def _halves(overlap: Overlap, work: Work) -> Rows:
@@ -182,7 +201,7 @@ def _halves_aside(overlap: Overlap, work: Work) -> Rows:
     overlap.fork()
     with overlap.aside():
         sending = work.start_dispatch()
-    hidden = work.gate_up()
+    part = work.first()
     with overlap.aside():
         arrived = sending.wait()
     overlap.join()
@@ -190,7 +209,7 @@ def _halves_aside(overlap: Overlap, work: Work) -> Rows:
     overlap.fork()
     with overlap.aside():
         returning = work.start_combine(rows, arrived)
-    shared = work.down(hidden)
+    shared = work.rest(part)
     with overlap.aside():
         combined = returning.wait()
     overlap.join()
@@ -201,14 +220,14 @@ def _comm_aside(overlap: Overlap, work: Work) -> Rows:
     # The fork comes before the product, so that the call does not wait for it, and the launch after
     # it, so that the product's blocks find their places first.
     overlap.fork()
-    hidden = work.gate_up()
+    part = work.first()
     with overlap.aside():
         overlap.hold()
         arrived = work.dispatch()
     overlap.join()
     rows = work.experts(arrived)
     overlap.fork()
-    shared = work.down(hidden)
+    shared = work.rest(part)
     with overlap.aside():
         overlap.hold()
         combined = work.combine(rows, arrived)
@@ -218,7 +237,7 @@ def _comm_aside(overlap: Overlap, work: Work) -> Rows:
 
 def _routed_aside(overlap: Overlap, work: Work) -> Rows:
     overlap.fork()
-    shared = work.down(work.gate_up())
+    shared = work.rest(work.first())
     with overlap.aside():
         overlap.hold()
         arrived = work.dispatch()
@@ -230,7 +249,7 @@ def _routed_aside(overlap: Overlap, work: Work) -> Rows:
 def _shared_aside(overlap: Overlap, work: Work) -> Rows:
     overlap.fork()
     with overlap.aside():
-        shared = work.down(work.gate_up())
+        shared = work.rest(work.first())
     overlap.hold()
     arrived = work.dispatch()
     combined = work.combine(work.experts(arrived), arrived)
@@ -241,13 +260,13 @@ def _shared_aside(overlap: Overlap, work: Work) -> Rows:
 def _shared_cut_aside(overlap: Overlap, work: Work) -> Rows:
     overlap.fork()
     with overlap.aside():
-        hidden = work.gate_up()
+        part = work.first()
     overlap.hold()
     arrived = work.dispatch()
     rows = work.experts(arrived)
     overlap.fork()
     with overlap.aside():
-        shared = work.down(hidden)
+        shared = work.rest(part)
     overlap.hold()
     combined = work.combine(rows, arrived)
     overlap.join()
