@@ -199,7 +199,7 @@ def _run(ranks: Ranks, options: Options, started: datetime.datetime, given: dict
         if path == "-":
             write_json(path, document)
         else:
-            print("\n".join(summary(document["rows"])))
+            print("\n".join(summary(document["rows"], every_overlap=True)))
         if given["plot"] is not None:
             from moe_comm.launch.model_summary import plot_context
 

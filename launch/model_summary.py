@@ -10,9 +10,9 @@ Row = Mapping[str, Any]
 CONTEXT_PHASES = (("kda_decode", "KDA layer"), ("mla_decode", "Gated MLA layer"))
 
 
-def summary(rows: Sequence[Row]) -> list[str]:
-    """Ours against the other ports, what is hidden, by the model's way and the others, and straight
-    lines through decode costs."""
+def summary(rows: Sequence[Row], *, every_overlap: bool = False) -> list[str]:
+    """Ours against the other ports, what is hidden, by the model's way and by the other that hides most
+    (or by every one), and straight lines through decode costs."""
     lines = []
     for row in rows:
         if row["params"].get("port") != "ours":
@@ -38,7 +38,10 @@ def summary(rows: Sequence[Row]) -> list[str]:
                 f"dispatch and combine T={row['num_tokens']}: {params['comm_us']:.1f} us, hidden "
                 f"{beside:.0f}%, in the layer {inside:.0f}%"
             )
-    lines += [_variant(row) for row in rows if row["phase"] == "overlap"]
+    others = [row for row in rows if row["phase"] == "overlap"]
+    if not every_overlap:
+        others = sorted(others, key=lambda row: -row["params"]["hidden"])[:1]
+    lines += [_variant(row) for row in others]
     for phase, label in CONTEXT_PHASES:
         points = context_points(rows, phase)
         if len(points) > 1:

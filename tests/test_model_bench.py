@@ -102,6 +102,18 @@ def test_summary():
     )
     assert lines[0] == "decode_step T=128: 1.00 ms; straight 4.00 ms, 4.00x, 75% less"
     assert "2.0 us + 1024.000 us a 1K tokens, off by 0.0% at most" in lines[1]
+    ways = [
+        row(
+            "overlap", 900.0, variant=name, both_us=110.0 - 29 * hidden, shared_us=81.0,
+            comm_us=29.0, hidden=hidden, layer_us=900.0, one_stream_us=whole,
+        )
+        for name, hidden, whole in (("halves", 0.3, 929.0), ("aside", 0.7, None))
+    ]  # fmt: skip
+    aside = "overlapped by aside: 89.7 us instead of 81.0 + 29.0, hidden 70%; the layer 900.0 us"
+    assert summary(ways) == [aside]
+    halves, same = summary(ways, every_overlap=True)
+    assert same == aside
+    assert halves.endswith("hidden 30%; the layer 900.0 us instead of 929.0")
     base, slope, worst = fit([(0, 2.0), (1, 3.0), (2, 4.0)])
     assert (base, slope) == pytest.approx((2, 1))
     assert worst < 1e-9
