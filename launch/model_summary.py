@@ -11,8 +11,8 @@ CONTEXT_PHASES = (("kda_decode", "KDA layer"), ("mla_decode", "Gated MLA layer")
 
 
 def summary(rows: Sequence[Row], *, every_overlap: bool = False) -> list[str]:
-    """Ours against the other ports, what is hidden, by the model's way and by the other that hides most
-    (or by every one), and straight lines through decode costs."""
+    """Ours against the other ports, what is hidden by the model's way and by the other that hides
+    most (or by every one), and straight lines through decode costs."""
     lines = []
     for row in rows:
         if row["params"].get("port") != "ours":
