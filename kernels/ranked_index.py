@@ -3,7 +3,8 @@ the receiver, which has to wait for them, only adds up what the sources say. So 
 with the square of the choices is done before and not after the transfer, and on a rank's own
 choices instead of all that it receives.
 
-Legend: R ranks, B the bucket, K choices, L local experts, P = the most local experts of a rank + 1.
+Legend: R ranks, B the bucket, K choices, L local experts, P = the most local experts of a rank
++ 1, or more.
 A source's choices, keyed by (destination rank, local slot, choice), are in the order in which each
 destination has them. Received, both int32: ranks [R, B, K], how many of the source's keys are
 smaller than the choice's, and starts [R, P], how many are smaller than (this rank, e, 0).
@@ -165,9 +166,9 @@ def index_ranked(
             tl.atomic_or(status_ptr, 2)
 
 
-def ranking_programs(num_choices: int, num_ranks: int, most_experts: int, queries: int) -> int:
-    """Programs of put_ranked. most_experts: P."""
-    return -(-num_choices // queries) + -(-(num_ranks * most_experts) // queries)
+def ranking_programs(num_choices: int, num_ranks: int, starts: int, queries: int) -> int:
+    """Programs of put_ranked. starts: P."""
+    return -(-num_choices // queries) + -(-(num_ranks * starts) // queries)
 
 
 def adding_programs(num_received: int, num_local_experts: int) -> int:

@@ -158,7 +158,7 @@ class DispatchKernel(PutLaunches):
             config, wire, tuning = self.config, self.config.wire, self.tuning
             block, warps = self._dispatch_block()
             apart = self._rows_apart(plan)
-            choices, most = bucket * config.num_topk, self._most_experts + 1
+            choices, starts = bucket * config.num_topk, self._starts
             ranked = apart and indexes and choices <= ranking.RANKED_CHOICES
             receivers = 1
             if ranked:
@@ -180,11 +180,11 @@ class DispatchKernel(PutLaunches):
                 # Where later launches index, yet another one waits for the rows.
                 WAIT_ROWS=apart and (ranked or not indexes),
                 DIRECT=plan.mode == "low-latency" and self._tells_directly, CHUNKS=COMBINE_PHASES,
-                SEND=send, RECEIVE=receive, RANKED=ranked, P=most, TILE=ranking.TILE,
+                SEND=send, RECEIVE=receive, RANKED=ranked, P=starts, TILE=ranking.TILE,
                 QUERY=tuning.index_queries, KEYS=keys,
                 KEYS_UNROLL=min(16, next_power_of_2(-(-choices // keys))),
                 # Sort keys are whole numbers in fp32, unless they are too large for it.
-                EXACT=self._interpret or self.num_ranks * most * max(choices, 1) >= 1 << 24,
+                EXACT=self._interpret or self.num_ranks * starts * max(choices, 1) >= 1 << 24,
                 POLL=self._poll(warps), num_warps=warps, **self._common,
             )  # fmt: skip
             return Form(

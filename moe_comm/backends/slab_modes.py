@@ -53,7 +53,7 @@ class SlabTuning:
     combine_warps: int = 8
     combine_send_programs: int = 1056
     combine_receive_programs: int = 1056
-    combine_chunk_tokens: int = 1024
+    combine_chunk_tokens: int = 2048
     combine_few: int = 256
     combine_unroll: int = 0
     direct_ranks: int = 8

@@ -31,6 +31,12 @@ def alignment(row_bytes: int) -> int:
     return min(16, row_bytes & -row_bytes)
 
 
+def starts_of_a_rank(max_local_experts: int) -> int:
+    """P of moe_comm.kernels.ranked_index: every expert's start and the end, and so many more that a
+    slot's starts are a multiple of 16 bytes."""
+    return -(-(max_local_experts + 1) // 4) * 4
+
+
 class Received(NamedTuple):
     """Views of what a dispatch brings: rows [R, B, H], scales [R, B, G] or None, ids and weights
     [R, B, K]."""
@@ -68,7 +74,7 @@ class SlabPlaces:
         self.device = memory.block.device
         self._interpret = self.device.type == "cpu"
         self._phases = NUM_PHASES
-        self._most_experts = config.placement_for(num_ranks).max_local_experts
+        self._starts = starts_of_a_rank(config.placement_for(num_ranks).max_local_experts)
         self._wait_ns = int(config.wait_s * 1e9)
         channels = config.num_slots * NUM_PHASES
         # Constants of every kernel that signals.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_comm.backends.slab_launch import Form, Places, launch
 from moe_comm.backends.slab_modes import SlabTuning
-from moe_comm.backends.slab_places import alignment, next_power_of_2
+from moe_comm.backends.slab_places import alignment, next_power_of_2, starts_of_a_rank
 from moe_comm.backends.slab_staging import staging_bytes
 from moe_comm.backends.slab_streams import SlabStreams
 from moe_comm.config import EPConfig
@@ -46,9 +46,9 @@ def region_sizes(config: EPConfig, num_ranks: int, *, puts: bool = False) -> dic
     sizes = config.buffer_bytes(num_ranks)
     del sizes["total"]
     choices = min(config.bucket * config.num_topk, RANKED_CHOICES)
-    most = config.placement_for(num_ranks).max_local_experts + 1
+    starts = starts_of_a_rank(config.placement_for(num_ranks).max_local_experts)
     sizes["ranks"] = config.num_slots * num_ranks * choices * 4
-    sizes["starts"] = config.num_slots * num_ranks * most * 4
+    sizes["starts"] = config.num_slots * num_ranks * starts * 4
     if puts:
         sizes["staging"] = staging_bytes(sizes, config.num_slots, num_ranks)
     sizes["flags"] = config.num_slots * signal.NUM_PHASES * num_ranks * 8
