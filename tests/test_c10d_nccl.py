@@ -9,10 +9,12 @@ import pytest
 import torch
 from comm_cases import Case, assert_same_bits, check_case
 from rank_pool import RankContext, run_ranks
+from test_c10d_gathered import CALLS, FULL
 from test_c10d_modes import OPTIONS, WIRES, case_of
 from test_ops_autograd import check_numerically, compare_compiled
 
 from moe_comm import EPConfig, PhaseError
+from moe_comm.backends import c10d_exact
 from moe_comm.launch.rank_data import RankData
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu(2)]
@@ -40,12 +42,38 @@ def test_options(mode, option):
     on_gpus(check_case, case_of(mode, 2, 1, **OPTIONS[option]))
 
 
+def packed_records(context: RankContext, cases: list[Case]) -> None:
+    """Mode exact with records that are too large to be gathered."""
+    limit = c10d_exact._GATHERED_BYTES
+    c10d_exact._GATHERED_BYTES = 0
+    try:
+        for case in cases:
+            check_case(context, case)
+    finally:
+        c10d_exact._GATHERED_BYTES = limit
+
+
+def test_options_with_packed_records():
+    on_gpus(packed_records, [case_of("exact", 2, 1, **OPTIONS[option]) for option in FOR_TWO])
+
+
+@pytest.mark.parametrize("mode", MODES[:2])
+@pytest.mark.parametrize("split", [False, True])
+def test_full_dispatches(mode, split):
+    """Exact sends the whole bucket without waiting for counts, where the last ones were full."""
+    case = case_of(
+        mode, 2, 1, config=FULL, num_tokens=CALLS, split=split, routing="uniform", payloads=True
+    )
+    on_gpus(check_case, case)
+
+
 @pytest.mark.parametrize("mode", MODES[:2])
 def test_the_real_shape(mode):
     shape = {
         "num_experts": 896, "num_topk": 16, "hidden": 3584, "max_tokens_per_rank": 128
     }  # fmt: skip
-    case = Case(backend=f"c10d:{mode}", config=shape, num_tokens=((128, 77),), routing="zipf:1.1")
+    tokens = ((128, 77), *((128, 128),) * 4)
+    case = Case(backend=f"c10d:{mode}", config=shape, num_tokens=tokens, routing="zipf:1.1")
     on_gpus(check_case, case)
 
 
