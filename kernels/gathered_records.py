@@ -1,9 +1,10 @@
 """Records of an all-gather on the device: every rank gets all routing and picks its own.
 
 Legend: T tokens here, R ranks, B the bucket, K choices, E experts, C copies of an expert. A rank's
-block is HEAD bytes of facts (int32: phase, call, T, 0, bucket, bytes of a row, bytes of a record,
-0), and B records of `record_bytes`: int32 ids [K] at `ids_at` as rank * width + slot (-1 where
-masked), fp32 weights [K] at `weights_at`, and fields that are nobody's business here.
+block is HEAD bytes of FACTS facts (int32: phase, call, T, 0, bucket, bytes of a row, bytes of a
+record, and whether its dispatch before was full), and B records of `record_bytes`: int32 ids [K] at
+`ids_at` as rank * width + slot (-1 where masked), fp32 weights [K] at `weights_at`, and fields that
+are nobody's business here.
 
 What the host must know before rows can be packed is left in a table it can read, int32
 [R, FACTS + 2 * P] with P = programs(B): of each rank its facts, then how many of its tokens come
@@ -17,8 +18,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-FACTS = 8
-HEAD = 4 * FACTS
 # Tokens of a program.
 TOKENS = 64
 
@@ -28,11 +27,13 @@ def programs(bucket: int) -> int:
     return -(-bucket // TOKENS)
 
 
-@triton.jit(do_not_specialize=["me", "num_tokens", "num_rows", "bucket", "phase", "call"])
+@triton.jit(
+    do_not_specialize=["me", "num_tokens", "num_rows", "bucket", "phase", "call", "was_full"]
+)
 def _announce_kernel(
     ids_ptr, weights_ptr, rank_ptr, slot_ptr, block_ptr, told_ptr, table_ptr, copies_ptr, alive_ptr,
-    count_ptr, status_ptr, me, num_tokens, num_rows, bucket, phase, call, row_bytes, E, R, width,
-    record_bytes, ids_at, weights_at, K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr,
+    count_ptr, status_ptr, me, num_tokens, num_rows, bucket, phase, call, was_full, row_bytes, E, R,
+    width, record_bytes, ids_at, weights_at, K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr,
     COUNT: tl.constexpr, ALIVE: tl.constexpr, TOLD: tl.constexpr, HEAD: tl.constexpr,
     FACTS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +87,7 @@ def _announce_kernel(
         tl.store(head + 4, bucket)
         tl.store(head + 5, row_bytes)
         tl.store(head + 6, record_bytes)
-        tl.store(head + 7, 0)
+        tl.store(head + 7, was_full)
     if TOLD:
         parts = tl.num_programs(0)
         for d in range(0, R):

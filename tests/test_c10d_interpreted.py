@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from comm_cases import Case, check_case
+from comm_cases import Case, assert_same_bits, check_case
 from rank_pool import RankContext, RankPool
 from test_c10d_modes import OPTIONS, case_of
 
@@ -40,7 +40,11 @@ def test_cases_by_kernels(interpreted, mode, backend):
         {**OPTIONS[name], "config": {"hidden": 48, **OPTIONS[name].get("config", {})}}
         for name in NAMES
     ]
-    cases = [first, *(case_of(mode, 4, **option) for option in options)]
+    full = case_of(
+        mode, 4, num_tokens=((16,) * 4,) * 4,
+        config={"num_experts": 6, "num_topk": 6, "hidden": 16},
+    )  # fmt: skip
+    cases = [first, full, *(case_of(mode, 4, **option) for option in options)]
     interpreted.run(with_kernels, cases, backend, timeout_s=200.0)
 
 
@@ -74,3 +78,31 @@ def test_worked_examples(interpreted):
         assert positions[1] == [0, 1, -1]
         assert positions[0] == [-1, -1, -1]
         assert headers == [[1, 7, 3, 0, 4, 8, 12], [1, 7, 3, 2, 4, 8, 12]]
+
+
+def indexed(context: RankContext, num_rows: int, capacity: int) -> None:
+    """IndexLaunches against the layout, call after call on the same memory."""
+    from moe_comm.backends.c10d_index import IndexLaunches, index_bytes
+    from moe_comm.layout import expert_index
+
+    topk, experts = 3, 5
+    status = torch.zeros(1, dtype=torch.int32)
+    memory = torch.zeros(index_bytes(num_rows, topk, experts) // 4, dtype=torch.int32)
+    index = IndexLaunches(num_rows, topk, experts, capacity, memory=memory, status=status)
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        local_idx = torch.randint(-2, experts, (num_rows, topk), generator=generator)
+        local_idx = local_idx.clamp_min(-1).to(torch.int32)
+        offsets, row_index, position = index(local_idx)
+        want = expert_index(local_idx, num_local_experts=experts, capacity=capacity)
+        assert_same_bits("offsets", offsets, want.expert_offsets)
+        assert_same_bits("row_index", row_index, want.row_index)
+        assert_same_bits("position", position, want.choice_position)
+        assert int(status) == 2 * (int(want.num_dropped) > 0)
+        status.zero_()
+
+
+@pytest.mark.parametrize(("num_rows", "capacity"), [(40, 120), (40, 20), (2900, 8700), (2900, 99)])
+def test_index_launches(interpreted, num_rows, capacity):
+    """In one launch, and beyond 8192 choices in three; with rows dropped, and without."""
+    interpreted.run(indexed, num_rows, capacity, timeout_s=100.0)

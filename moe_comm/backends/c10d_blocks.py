@@ -1,15 +1,17 @@
 """Gathered blocks: every rank tells all the routing of all its tokens, and each picks its own.
 
-A rank's block is facts (int32: phase, call, T, 0, bucket, bytes of a row, bytes of a record, 0)
-and B records. A choice travels as rank * width + slot, width the largest number of experts on a
-rank. One Triton launch before the exchange and one after it where kernels are used, and some lines
-of torch elsewhere; both give the same.
+A rank's block is facts (int32: phase, call, T, 0, bucket, bytes of a row, bytes of a record, and
+whether its dispatch before was full: see c10d_counted) and B records. A choice travels as
+rank * width + slot, width the largest number of experts on a rank. One Triton launch before the
+exchange and one after it where kernels are used, and some lines of torch elsewhere; both give the
+same.
 
 Shape legend: T this rank's tokens, R ranks, B the bucket, K choices.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from moe_comm.backends.slab_launch import Form, Places, launch
 FACTS = 8
 HEAD_BYTES = 4 * FACTS
 # Arguments of _announce_kernel that differ from call to call.
-_GIVEN = 8
+_GIVEN = 9
 
 
 class Told:
@@ -79,6 +81,8 @@ class Blocks:
         from moe_comm.kernels import gathered_records as kernels
 
         router, form = self.router, self.form
+        self._announce_kernel = kernels._announce_kernel
+        self._gathered_kernel = kernels._gathered_kernel
         self._programs = kernels.programs(self.bucket)
         table = self.memory.view(-1)
         if self.tells:
@@ -123,17 +127,21 @@ class Blocks:
         return self.memory[:, self.head :].view(shape)
 
     def write(
-        self, topk_idx: Tensor, weights: Tensor, num_tokens: int | Tensor, call: int
+        self,
+        topk_idx: Tensor,
+        weights: Tensor,
+        num_tokens: int | Tensor,
+        call: int,
+        *,
+        was_full: bool = False,
     ) -> Located:
         """Resolve ids [T, K], and put the facts and the routing into this rank's block.
 
         Args:
             num_tokens: in [0, T]; a tensor is clamped.
-            call: number of the dispatch.
+            call: number of the dispatch. was_full: a fact.
         """
         if self.index is not None:
-            from moe_comm.kernels.gathered_records import _announce_kernel
-
             rank = topk_idx.new_empty(topk_idx.shape, dtype=torch.int32)
             slot = torch.empty_like(rank)
             on_device = isinstance(num_tokens, Tensor)
@@ -141,9 +149,10 @@ class Blocks:
                 topk_idx.contiguous(), weights.contiguous(), rank, slot,
                 num_tokens if isinstance(num_tokens, Tensor) else rank,
                 0 if isinstance(num_tokens, Tensor) else num_tokens, topk_idx.shape[0], call,
+                int(was_full),
             )  # fmt: skip
             form = self._announced[on_device]
-            launch(_announce_kernel, self._programs, self._announce, form, given)
+            launch(self._announce_kernel, self._programs, self._announce, form, given)
             return Located(rank=rank, slot=slot, ids=topk_idx)
         if isinstance(num_tokens, Tensor):
             num_tokens = num_tokens.reshape(()).clamp(0, topk_idx.shape[0])
@@ -151,7 +160,8 @@ class Blocks:
         facts = self.mine[:HEAD_BYTES].view(torch.int32)
         if self.tells:
             record_bytes = self.form.num_bytes
-            known = [Phase.DISPATCH, call, 0, 0, self.bucket, self.row_bytes, record_bytes, 0]
+            known = [Phase.DISPATCH, call, 0, 0, self.bucket, self.row_bytes, record_bytes]
+            known.append(int(was_full))
             facts.copy_(torch.tensor(known, dtype=torch.int32))
         facts[2].fill_(num_tokens)
         records = self.mine[HEAD_BYTES:].view(self.bucket, self.form.num_bytes)
@@ -169,15 +179,13 @@ class Blocks:
         """
         router = self.router
         if self.index is not None:
-            from moe_comm.kernels.gathered_records import _gathered_kernel
-
             device, shape = router.device, (router.num_ranks, self.bucket, like.shape[1])
             local_idx = torch.empty(shape, dtype=torch.int32, device=device)
             weights = torch.empty(shape, dtype=torch.float32, device=device)
             tokens = torch.empty(router.num_ranks, dtype=torch.int32, device=device)
             programs = router.num_ranks * self._programs
             given = (local_idx, weights, tokens)
-            launch(_gathered_kernel, programs, self._gathered, self._read, given)
+            launch(self._gathered_kernel, programs, self._gathered, self._read, given)
             return local_idx, weights, tokens
         records = self.records
         tokens = self.memory[:, 8:12].view(torch.int32).squeeze(1).clone()
@@ -189,16 +197,24 @@ class Blocks:
         weights = self.form.view(records, "weights").clone()
         return torch.where(here, local_idx, -1), weights, tokens
 
-    def told(self, transport: Transport, to: Located, local_idx: Tensor) -> Told:
-        """What was read, on the host. Blocks it; the wait is bounded."""
+    def told(self, transport: Transport, to: Located, local_idx: Tensor) -> Callable[[], Told]:
+        """What was read: to be called for it on the host, before this bucket's next write. The call
+        blocks the host until it is there; the wait is bounded."""
         if self.index is not None:
-            transport.wait_device(Phase.DISPATCH)
-            facts, parts = self._facts, self._parts
-        else:
-            table = transport.to_host(Phase.DISPATCH, self._table(to, local_idx))
-            rows: Any = table.numpy()
-            facts, parts = rows[:, :FACTS], rows[:, FACTS:, None]
-        return Told(facts.tolist(), parts.sum(axis=2).tolist())
+            mark = transport.mark()
+
+            def ready() -> Told:
+                transport.wait_mark(Phase.DISPATCH, mark)
+                return Told(self._facts.tolist(), self._parts.sum(axis=2).tolist())
+
+            return ready
+        table = self._table(to, local_idx)
+
+        def copied() -> Told:
+            rows: Any = transport.to_host(Phase.DISPATCH, table).numpy()
+            return Told(rows[:, :FACTS].tolist(), rows[:, FACTS:].tolist())
+
+        return copied
 
     def _table(self, to: Located, local_idx: Tensor) -> Tensor:
         """int32 [R, FACTS + 2]: facts and counts of each rank, where no kernels are used."""

@@ -81,17 +81,21 @@ class Collective(Transport):
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         host.copy_(tensor, non_blocking=True)
-        self.wait_device(phase)
+        self.wait_mark(phase, self.mark())
         return host
 
-    def wait_device(self, phase: Phase) -> None:
+    def mark(self) -> torch.Event | None:
         """See Transport."""
         if self.device.type == "cpu":
-            return
+            return None
         event = torch.Event(self.device)
         event.record()
+        return event
+
+    def wait_mark(self, phase: Phase, mark: torch.Event | None) -> None:
+        """See Transport."""
         start = looked = time.monotonic()
-        while not event.query():
+        while mark is not None and not mark.query():
             now = time.monotonic()
             if now - looked > _LOOK_S:
                 looked = now

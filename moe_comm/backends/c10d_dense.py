@@ -13,13 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moe_comm.backends import device_math
 from moe_comm.backends.c10d_base import Arrived
 from moe_comm.backends.c10d_gathered import GatheredRecords, Gathering
-from moe_comm.backends.c10d_transport import Done, Kind, Phase, Transfer
+from moe_comm.backends.c10d_transport import Kind, Phase, Transfer
 from moe_comm.backends.packing import as_bytes
 from moe_comm.calls import CombineCall, DispatchCall
 from moe_comm.config import EPConfig
@@ -64,30 +63,15 @@ class DenseCommunicator(GatheredRecords):
         return self._send(call, inline=False)
 
     def _send(self, call: DispatchCall, *, inline: bool) -> _Sent:
-        """inline: nothing else will run on the current stream before the records are read."""
+        """inline: both halves follow each other, so that x stays as it is until all is there, and
+        nothing else runs on the current stream before the records are read."""
         values, scales = self._on_wire(call)
         lane = self._lane(call, values, scales)
         gathering = self._gather(call, lane, scales, inline=inline)
-        rows = lane.rows
-        shape = (self.num_ranks, call.bucket * lane.blocks.row_bytes)
-        places = self._slots[call.slot].tensor("rows", shape, torch.uint8)
-        whole = self._transport.in_place and call.num_rows == call.bucket
-        if not whole:
-            # All ranks send the whole bucket.
-            rows[self.rank, : call.num_rows].copy_(values)
-        transfer: Transfer = Done()
-        if not self._transport.in_place:
-            transfer = self._transport.all_gather(Phase.DISPATCH, places, Kind.ROWS)
-        elif call.bucket:
-            mine = as_bytes(values).view(-1) if whole else places[self.rank]
-            others = self._transport.others
-            transfer = self._transport.all_to_all(
-                Phase.DISPATCH,
-                dict.fromkeys(others, mine),
-                {peer: places[peer] for peer in others},
-                Kind.ROWS,
-            )
-        return _Sent(gathering=gathering, values=values if whole else None, transfer=transfer)
+        # Straight from x, where it has all rows that all ranks send.
+        direct = inline and self._transport.in_place and call.num_rows == call.bucket
+        transfer = self._send_bucket(call, lane, values, direct=direct)
+        return _Sent(gathering=gathering, values=values if direct else None, transfer=transfer)
 
     def _finish_dispatch(self, call: DispatchCall, state: _Sent) -> Dispatched:
         gathering, num_tokens = state.gathering, call.num_tokens

@@ -20,13 +20,15 @@ from torch import Tensor
 
 from moe_comm.backends import device_math
 from moe_comm.backends.c10d_base import Arrived
-from moe_comm.backends.c10d_gathered import GatheredRecords, Gathering
+from moe_comm.backends.c10d_counted import Counted, Recent, plan_of
+from moe_comm.backends.c10d_gathered import GatheredRecords, Gathering, Lane
 from moe_comm.backends.c10d_packed import PackedRecords, Packing
-from moe_comm.backends.c10d_plan import GatheredPlan, Plan
-from moe_comm.backends.c10d_routing import rows_sent
-from moe_comm.backends.c10d_transport import Header, Kind, Phase, Transfer, check_header
+from moe_comm.backends.c10d_plan import Plan
+from moe_comm.backends.c10d_transport import Kind, Phase, Transfer
 from moe_comm.backends.packing import as_bytes, put_rows, take_rows
 from moe_comm.calls import CombineCall, DispatchCall
+from moe_comm.config import EPConfig
+from moe_comm.group import Group
 from moe_comm.handle import Dispatched
 from moe_comm.wire import Wire
 
@@ -37,17 +39,21 @@ _GATHERED_BYTES = 8 << 20
 
 @dataclass(kw_only=True, eq=False)
 class _Sent:
-    """A dispatch between its halves; `routing` where it was gathered and is new: local ids, weights
-    and T of each rank."""
+    """A dispatch between its halves.
+
+    Attributes:
+        routing: where it was gathered and is new: local ids, weights and T of each rank.
+        values: where this rank's rows are still to be placed.
+        sent: rows that arrive packed, if any do, and their transfer.
+    """
 
     records: Gathering | Packing
-    plan: Plan
+    route: Plan | Counted
     routing: tuple[Tensor, Tensor, Tensor] | None
-    values: Tensor
+    values: Tensor | None
     scales: Tensor | None
     rows: Tensor
-    staged: Tensor | None
-    transfer: Transfer
+    sent: tuple[Tensor | None, Transfer]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -75,36 +81,82 @@ class ExactCommunicator(GatheredRecords, PackedRecords):
     mode = "exact"
     _tells = True
 
+    def __init__(self, config: EPConfig, group: Group) -> None:
+        super().__init__(config, group)
+        self._recent: dict[int, Recent] = {}
+
     # Dispatch.
 
+    def _dispatch_at_once(self, call: DispatchCall) -> Dispatched:
+        return self._finish_dispatch(call, self._send(call, inline=True))
+
     def _start_dispatch(self, call: DispatchCall) -> _Sent:
+        return self._send(call, inline=False)
+
+    def _send(self, call: DispatchCall, *, inline: bool) -> _Sent:
+        """inline: both halves follow each other, so that x stays as it is until all is there."""
         values, scales = self._on_wire(call)
-        records: Gathering | Packing
-        plan: Plan
-        routing: tuple[Tensor, Tensor, Tensor] | None = None
-        packed: Tensor | None = None
-        if self._gathers(call, scales):
-            lane = self._lane(call, values, scales)
-            rows = lane.rows
-            records = self._gather(call, lane, scales, inline=True)
-            if call.reuse is None:
-                routing, plan = self._read_blocks(call, records)
-            else:
-                plan = self._reusable(call.reuse).route
-        else:
-            records = self._pack(call, values, scales)
-            plan, packed = records.plan, records.packed
-            rows = self._row_room(call, values)
-        staged, transfer = self._send_rows(call, plan, values, packed)
+        if not self._gathers(call, scales):
+            packing = self._pack(call, values, scales)
+            rows, plan = self._row_room(call, values), packing.plan
+            sent = self._send_rows(call, plan, values, rows, packing.packed, direct=inline)
+            return _Sent(
+                records=packing,
+                route=plan,
+                routing=None,
+                values=values if inline else None,
+                scales=scales,
+                rows=rows,
+                sent=sent,
+            )
+        lane = self._lane(call, values, scales)
+        if call.reuse is not None:
+            gathering = self._gather(call, lane, scales, inline=inline)
+            plan = plan_of(self._reusable(call.reuse).route)
+            sent = self._send_rows(call, plan, values, lane.rows, None, direct=inline)
+            return _Sent(
+                records=gathering,
+                route=plan,
+                routing=None,
+                values=values if inline else None,
+                scales=scales,
+                rows=lane.rows,
+                sent=sent,
+            )
+        return self._send_new(call, lane, values, scales, inline=inline)
+
+    def _send_new(
+        self,
+        call: DispatchCall,
+        lane: Lane,
+        values: Tensor,
+        scales: Tensor | None,
+        *,
+        inline: bool,
+    ) -> _Sent:
+        """With a routing that is gathered. Blocks the host, unless a full dispatch is expected."""
+        recent = self._recent.setdefault(call.bucket, Recent())
+        recent.settle()
+        gathering = self._gather(call, lane, scales, inline=True, was_full=recent.was_full)
+        assert gathering.located is not None
+        direct = inline
+        sent: tuple[Tensor | None, Transfer] | None = None
+        if recent.expects:
+            direct = inline and self._transport.in_place and call.num_rows == call.bucket
+            sent = None, self._send_bucket(call, lane, values, direct=direct)
+        gathering.transfer.wait()
+        routing = lane.blocks.read(call.topk_weights)
+        counted = Counted(lane.blocks, self._transport, gathering.located, routing[0], recent)
+        if sent is None:
+            sent = self._send_rows(call, counted.plan(), values, lane.rows, None, direct=direct)
         return _Sent(
-            records=records,
-            plan=plan,
+            records=gathering,
+            route=counted,
             routing=routing,
-            values=values,
+            values=values if direct else None,
             scales=scales,
-            rows=rows,
-            staged=staged,
-            transfer=transfer,
+            rows=lane.rows,
+            sent=sent,
         )
 
     def _gathers(self, call: DispatchCall, scales: Tensor | None) -> bool:
@@ -117,42 +169,26 @@ class ExactCommunicator(GatheredRecords, PackedRecords):
             record += math.prod(extra.shape[1:]) * extra.dtype.itemsize
         return self.num_ranks * call.bucket * record <= _GATHERED_BYTES
 
-    def _read_blocks(
-        self, call: DispatchCall, gathering: Gathering
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], GatheredPlan]:
-        """The routing, and the plan that follows. Blocks the host."""
-        blocks, to = gathering.lane.blocks, gathering.located
-        assert to is not None
-        gathering.transfer.wait()
-        routing = blocks.read(call.topk_weights)
-        local_idx = routing[0]
-        told = blocks.told(self._transport, to, local_idx)
-        mine = told.facts[self.rank]
-        for peer in self._transport.others:
-            facts = told.facts[peer]
-            if facts[:2] != mine[:2] or facts[4:] != mine[4:]:
-                check_header(Header(*mine[:-1]), Header(*facts[:-1]), peer)
-        tokens_of = [facts[2] for facts in told.facts]
-        num_tokens, num_ranks = tokens_of[self.rank], range(self.num_ranks)
-        received = [rows_sent(told.counts[rank][0], tokens_of[rank]) for rank in num_ranks]
-        received[self.rank] = 0
-        plan = GatheredPlan(
-            num_tokens=num_tokens,
-            sent=[rows_sent(count[1], num_tokens) for count in told.counts],
-            received=received,
-            tokens_of=tokens_of,
-            rank=to.rank,
-            local_idx=local_idx,
-        )
-        return routing, plan
-
     def _send_rows(
-        self, call: DispatchCall, plan: Plan, values: Tensor, packed: Tensor | None
+        self,
+        call: DispatchCall,
+        plan: Plan,
+        values: Tensor,
+        rows: Tensor,
+        packed: Tensor | None,
+        *,
+        direct: bool,
     ) -> tuple[Tensor | None, Transfer]:
-        """Rows under way, straight into their places; the rest, from ranks that do not send all,
-        into what is returned. `packed`: the rows for the ranks that do not get all, where that was
-        done already."""
+        """Values [T or more, H] under way, straight into their places in rows [R, B, H]; those of
+        ranks that do not send all into what is returned.
+
+        packed: values for the ranks that do not get all, where they were packed already. direct:
+        this rank's own are still to be placed.
+        """
         bucket, mine, slot = call.bucket, plan.num_tokens, self._slots[call.slot]
+        if not direct:
+            placed = rows[self.rank, :mine]
+            values = placed.copy_(values[:mine])
         source = as_bytes(values)
         width = source.shape[1]
         places = slot.tensor("rows", (self.num_ranks * bucket, width), torch.uint8)
@@ -185,41 +221,50 @@ class ExactCommunicator(GatheredRecords, PackedRecords):
         return staged, self._transport.all_to_all(Phase.DISPATCH, sends, recvs, Kind.ROWS)
 
     def _finish_dispatch(self, call: DispatchCall, state: _Sent) -> Dispatched:
-        records, plan = state.records, state.plan
+        records = state.records
         records.transfer.wait()
         if call.reuse is not None:
             arrived: Arrived = call.reuse.state
         elif isinstance(records, Packing):
             arrived = self._unpack(call, records)
-            plan = arrived.route
         else:
             assert state.routing is not None
-            arrived = self._gathered_index(records, state.routing, plan)
-        # While rows travel: this rank's own, all of them, since a copy is cheaper than a choice.
-        mine = plan.num_tokens
-        state.rows[self.rank, :mine].copy_(state.values[:mine])
+            arrived = self._gathered_index(records, state.routing, state.route)
+        if state.values is not None:
+            # While rows travel. All of them, since a copy is cheaper than a choice.
+            state.rows[self.rank, : call.num_rows].copy_(state.values)
         if isinstance(records, Packing):
-            extras = self._packed_extras(call, plan, records, state.scales)
+            extras = self._packed_extras(call, plan_of(arrived.route), records, state.scales)
         else:
             extras = self._gathered_extras(call, records)
-        state.transfer.wait()
-        self._place_rows(plan, state)
-        return arrived.dispatched(call, plan.num_tokens, state.rows, extras, self.config.wire)
+        staged, transfer = state.sent
+        transfer.wait()
+        if staged is not None:
+            self._place_rows(plan_of(arrived.route), state.rows, staged)
+        num_tokens = call.num_tokens
+        if isinstance(num_tokens, Tensor) and call.reuse is None:
+            num_tokens = arrived.num_tokens_per_rank[self.rank]
+        return arrived.dispatched(call, num_tokens, state.rows, extras, self.config.wire)
 
-    def _place_rows(self, plan: Plan, state: _Sent) -> None:
+    def _place_rows(self, plan: Plan, rows: Tensor, staged: Tensor) -> None:
         """Rows that were received packed, to their places."""
         landing = [
             p for p in self._transport.others if plan.received[p] and not plan.receives_all(p)
         ]
-        if landing and state.staged is not None:
+        if landing:
             index = torch.cat([plan.places[plan.come_from(p)] for p in landing])
-            put_rows(as_bytes(state.rows.flatten(0, 1)), index, state.staged)
+            put_rows(as_bytes(rows.flatten(0, 1)), index, staged)
+
+    def mask_rank(self, rank: int) -> None:
+        """See C10dCommunicator."""
+        super().mask_rank(rank)
+        self._recent.clear()
 
     # Combine.
 
     def _start_back(self, call: CombineCall, form: Wire, phase: Phase) -> Any:
         arrived: Arrived = call.handle.state
-        plan: Plan = arrived.route
+        plan = plan_of(arrived.route)
         slot = call.handle.slot
         self._agree_back(call, phase)
         values, scales = self._partials(call, arrived, form)
@@ -266,7 +311,7 @@ class ExactCommunicator(GatheredRecords, PackedRecords):
 
     def _finish_back(self, call: CombineCall, form: Wire, state: _Back) -> Tensor:
         handle = call.handle
-        plan: Plan = handle.state.route
+        plan = plan_of(handle.state.route)
         bucket = handle.bucket
         for way in state.ways:
             way.transfer.wait()

@@ -16,7 +16,7 @@ from moe_comm.backends.c10d_blocks import HEAD_BYTES, Blocks
 from moe_comm.backends.c10d_index import IndexLaunches, index_bytes
 from moe_comm.backends.c10d_routing import Located
 from moe_comm.backends.c10d_transport import Done, Header, Kind, Phase, Transfer
-from moe_comm.backends.packing import RecordLayout, Workspace
+from moe_comm.backends.packing import RecordLayout, Workspace, as_bytes
 from moe_comm.calls import DispatchCall
 from moe_comm.config import EPConfig
 from moe_comm.group import Group
@@ -130,9 +130,16 @@ class GatheredRecords(C10dCommunicator):
         )
 
     def _gather(
-        self, call: DispatchCall, lane: Lane, scales: Tensor | None, *, inline: bool
+        self,
+        call: DispatchCall,
+        lane: Lane,
+        scales: Tensor | None,
+        *,
+        inline: bool,
+        was_full: bool = False,
     ) -> Gathering:
-        """Write this rank's records, and send them to all. inline: as all_gather has it."""
+        """Write this rank's records, and send them to all. inline: as all_gather has it. was_full:
+        a fact."""
         blocks = lane.blocks
         self._agree_on(call, blocks)
         if scales is not None or call.payloads:
@@ -141,7 +148,9 @@ class GatheredRecords(C10dCommunicator):
         located = None
         if call.reuse is None:
             weights = call.topk_weights.detach()
-            located = blocks.write(call.topk_idx, weights, call.num_tokens, call.call)
+            located = blocks.write(
+                call.topk_idx, weights, call.num_tokens, call.call, was_full=was_full
+            )
         transfer: Transfer = Done()
         if blocks.memory.shape[1]:
             transfer = self._transport.all_gather(
@@ -185,6 +194,28 @@ class GatheredRecords(C10dCommunicator):
                 came = blocks.form.view(blocks.records, name)
                 extras[name] = self._extra_room(call, field).copy_(came)
         return extras
+
+    def _send_bucket(
+        self, call: DispatchCall, lane: Lane, values: Tensor, *, direct: bool
+    ) -> Transfer:
+        """The whole bucket's rows under way to all ranks, into their places. direct: from `values`
+        themselves, which are the whole bucket; this rank's own are still to be placed then."""
+        shape = (self.num_ranks, call.bucket * lane.blocks.row_bytes)
+        places = self._slots[call.slot].tensor("rows", shape, torch.uint8)
+        if not direct:
+            lane.rows[self.rank, : call.num_rows].copy_(values)
+        if not self._transport.in_place:
+            return self._transport.all_gather(Phase.DISPATCH, places, Kind.ROWS)
+        if not call.bucket:
+            return Done()
+        mine = as_bytes(values).view(-1) if direct else places[self.rank]
+        others = self._transport.others
+        return self._transport.all_to_all(
+            Phase.DISPATCH,
+            dict.fromkeys(others, mine),
+            {peer: places[peer] for peer in others},
+            Kind.ROWS,
+        )
 
     def mask_rank(self, rank: int) -> None:
         """See C10dCommunicator."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.backends.c10d_base import Arrived, C10dCommunicator
+from moe_comm.backends.c10d_counted import plan_of
 from moe_comm.backends.c10d_plan import PackedPlan, Plan
 from moe_comm.backends.c10d_routing import Located
 from moe_comm.backends.c10d_transport import Done, Header, Headers, Kind, Phase, Transfer
@@ -53,7 +54,7 @@ class PackedRecords(C10dCommunicator):
             to, plan, headers = self._plan(call, width, layout)
         else:
             layout = RecordLayout(extras)
-            plan = self._reusable(call.reuse).route
+            plan = plan_of(self._reusable(call.reuse).route)
             self._agree(Phase.DISPATCH, self._header(call, width, layout))
         slot = self._slots[call.slot]
         packing = [p for p in self._transport.others if not plan.sends_all(p)]

@@ -193,9 +193,13 @@ class Transport(abc.ABC):
         del phase
         return tensor
 
-    def wait_device(self, phase: Phase) -> None:
-        """Block the host until the current stream is done; the wait is bounded. On a CPU it is."""
-        del phase
+    def mark(self) -> torch.Event | None:
+        """A point of the current stream, for wait_mark. None on a CPU, where all is done."""
+        return None
+
+    def wait_mark(self, phase: Phase, mark: torch.Event | None) -> None:
+        """Block the host until the device has come to the mark; the wait is bounded."""
+        del phase, mark
 
     def raise_if_lost(self) -> None:
         """A group that lost a rank stays lost: its connections are in an unknown state."""

@@ -1,0 +1,98 @@
+"""Counts of mode exact that the device works out from gathered blocks: when the host needs them.
+
+It needs them to size messages. Where the last two dispatches of a bucket brought all rows of the
+bucket to all ranks, and all ranks know that of each other, the next one is sent so again: the
+messages' sizes are those of the bucket, whatever the counts turn out to be, and the host looks at
+them later. A dispatch that is not full after all has cost some bytes, and is the last of its kind.
+
+How all ranks come to expect the same: with its facts each rank tells whether its own dispatch
+before was full. If all say so, and every T that the facts tell is the bucket, every rank has read
+the same facts, and expects the next one to be full.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moe_comm.backends.c10d_blocks import Blocks
+from moe_comm.backends.c10d_plan import GatheredPlan, Plan
+from moe_comm.backends.c10d_routing import Located, rows_sent
+from moe_comm.backends.c10d_transport import Header, Transport, check_header
+
+
+@dataclass(kw_only=True, eq=False)
+class Recent:
+    """What the last dispatches of a bucket say of the next.
+
+    Attributes:
+        was_full: all this rank's rows of the bucket went to all ranks.
+        expects: all ranks expect the next dispatch to be full.
+        last: the last dispatch, while its counts were not looked at.
+    """
+
+    was_full: bool = False
+    expects: bool = False
+    last: Counted | None = None
+
+    def settle(self) -> None:
+        """Look at the counts of the last dispatch. May block the host, for a bounded time."""
+        if self.last is not None:
+            self.last.plan()
+
+
+class Counted:
+    """The plan of a dispatch whose counts are on their way to the host.
+
+    Args:
+        blocks: just read. to, local_idx: this rank's routing, and what was read.
+        recent: of the bucket; this dispatch becomes its last.
+    """
+
+    def __init__(
+        self, blocks: Blocks, transport: Transport, to: Located, local_idx: Tensor, recent: Recent
+    ) -> None:
+        self._bucket, self._transport, self._recent = blocks.bucket, transport, recent
+        self._rank, self._local_idx = to.rank, local_idx
+        self._told = blocks.told(transport, to, local_idx)
+        self._plan: GatheredPlan | None = None
+        recent.last = self
+
+    def plan(self) -> GatheredPlan:
+        """See the class. May block the host, for a bounded time."""
+        if self._plan is not None:
+            return self._plan
+        recent, bucket = self._recent, self._bucket
+        # Whatever comes of it, the next dispatch does not ask again.
+        recent.was_full, recent.expects, recent.last = False, False, None
+        told, rank, others = self._told(), self._transport.rank, self._transport.others
+        mine = told.facts[rank]
+        for peer in others:
+            facts = told.facts[peer]
+            if facts[:2] != mine[:2] or facts[4:7] != mine[4:7]:
+                check_header(Header(*mine[:7]), Header(*facts[:7]), peer)
+        tokens_of = [facts[2] for facts in told.facts]
+        received = [
+            rows_sent(came, tokens)
+            for (came, _), tokens in zip(told.counts, tokens_of, strict=True)
+        ]
+        received[rank] = 0
+        self._plan = plan = GatheredPlan(
+            num_tokens=tokens_of[rank],
+            sent=[rows_sent(sent, tokens_of[rank]) for _, sent in told.counts],
+            received=received,
+            tokens_of=tokens_of,
+            rank=self._rank,
+            local_idx=self._local_idx,
+        )
+        recent.expects = all(
+            tokens_of[r] == bucket and told.facts[r][7] for r in self._transport.alive
+        )
+        recent.was_full = plan.num_tokens == bucket and all(map(plan.sends_all, others))
+        return plan
+
+
+def plan_of(route: Plan | Counted) -> Plan:
+    """The plan, once it is known. May block the host, for a bounded time."""
+    return route.plan() if isinstance(route, Counted) else route
