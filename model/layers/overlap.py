@@ -1,11 +1,12 @@
 """In which order, and on which streams, a layer launches its communication and its shared experts.
 
 The two need nothing of each other: a first part of the shared experts can run beside dispatch, the
-rest beside combine. Whether they do is a matter of multiprocessors, not of
-streams. A product by cuBLAS takes all of every multiprocessor it is on, and is on all of them: a
-call launched after it waits for its end. A combine of 128 tokens fills every multiprocessor with
-programs, half of which wait for other ranks: a product launched after it waits for all of them. So
-the product must be launched first, and leave some multiprocessors free (`leave_free`).
+rest beside combine. Whether they do is a matter of multiprocessors, not of streams. As a rule a
+product by cuBLAS on Hopper has a block on every multiprocessor, with all its registers: a call
+launched after it waits for its end. A combine of 128 tokens fills every multiprocessor with
+programs too (128 registers a thread, two programs each), half of which wait for other ranks: a
+product launched after it waits for all of them. So the product must be launched first, and leave
+some multiprocessors free (`leave_free`).
 
 With many tokens it is the other way round: products are bound by arithmetic and last long, and what
 takes the time of a call are copies, which need no multiprocessor but begin behind a kernel that
@@ -26,8 +27,9 @@ from moe_comm.communicator import Communicator
 from moe_comm.handle import Dispatched
 from moe_comm.model.layers.multiprocessors import can_leave_free
 
-# Default of Overlap.leave_free on a GPU. A product with 112 blocks fits beside (K3's down
-# projection in tiles of 64 columns), and 40 programs of a combine at a time.
+# Default of Overlap.leave_free on a GPU, by reasoning: it leaves 112 of 132 multiprocessors, which
+# K3's down projection fills with tiles of 64 columns, while a combine has 40 programs at a time.
+# launch/bench_model.py, section overlap, measures others.
 LEAVE_FREE = 20
 # Buckets up to this one are few tokens: a product's bound is reading its weights, which fewer
 # multiprocessors can do as well.
