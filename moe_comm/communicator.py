@@ -91,7 +91,8 @@ class Communicator(Engine):
             payloads: name -> [T, ...], further tensors that travel with the rows.
             handle: repeat this handle's routing (topk_idx, topk_weights, num_tokens and bucket
                 come from it) without index work. The handle must have been combined or released.
-            async_op: return once the send half is enqueued; `wait()` gives the Dispatched.
+            async_op: return once the send half is enqueued; `wait()` gives the Dispatched. Until
+                then the arguments' memory must not be written to.
 
         Returns:
             Dispatched, or Pending[Dispatched].
@@ -256,6 +257,9 @@ class Communicator(Engine):
 
     def check(self) -> None:
         """Raise what the device recorded since the last call; else return. Synchronizes.
+
+        A timeout or phase error on the slab is raised by the next eager dispatch or combine too,
+        which need not synchronize to see it.
 
         Raises PeerTimeoutError and PhaseError (sticky), ExpertRowsOverflowError and
         InvalidRoutingError (cleared).

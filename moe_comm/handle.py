@@ -57,7 +57,8 @@ class DispatchHandle:
 
     def release(self) -> None:
         """Give the receive slot back without a combine. Collective in order: every rank releases
-        or combines each handle. Further uses of the rows are invalid."""
+        or combines each handle. Further uses of the rows are invalid. On the slab the stream then
+        waits until every rank has done so."""
         self._owner.release(self)
 
 
