@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from moe_comm.launch import spawn
 from moe_comm.launch.spawn import is_rank
 from moe_comm.model.config import PRESETS, K3Config
 
@@ -266,5 +267,15 @@ def _document(bench: Bench, shape: EPConfig, started: datetime.datetime) -> dict
     return document
 
 
+def main() -> None:
+    """Entry point of a rank."""
+    try:
+        code = command.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    spawn.leave(code)
+
+
 if __name__ == "__main__":
-    command()
+    main()

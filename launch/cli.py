@@ -8,7 +8,7 @@ import sys
 
 import click
 
-from moe_comm.launch.spawn import die_with_parent
+from moe_comm.launch.spawn import die_with_parent, leave
 
 # name -> (module, one line for --help). Modules are imported only when their command is called or
 # asked for help, so that `moe-bench --help` and a typo answer at once.
@@ -66,11 +66,11 @@ def main() -> None:
         code = cli.main(standalone_mode=False)
     except click.exceptions.Abort:
         print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        code = 130
     except click.ClickException as error:
         error.show()
-        sys.exit(error.exit_code)
-    sys.exit(code if isinstance(code, int) else 0)
+        code = error.exit_code
+    leave(code)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from moe_comm import backends
 from moe_comm.backends import deepep_facts, device_math
 from moe_comm.config import EPConfig
 from moe_comm.errors import BackendUnavailableError
+from moe_comm.launch import spawn
 from moe_comm.launch.experts import expert_factors, expert_step
 from moe_comm.launch.rank_data import RankData
 from moe_comm.launch.results import device_facts
@@ -225,4 +226,4 @@ def _data(ranks: Ranks, config: EPConfig) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    spawn.leave(main())

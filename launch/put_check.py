@@ -25,7 +25,7 @@ import torch
 from moe_comm import env
 from moe_comm.config import EPConfig
 from moe_comm.errors import BackendUnavailableError
-from moe_comm.launch import results
+from moe_comm.launch import results, spawn
 from moe_comm.launch.bench import Bench, Plan
 from moe_comm.launch.options import routings_of
 from moe_comm.launch.results import Row
@@ -143,4 +143,4 @@ def _memory(ranks: Ranks) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    spawn.leave(main())

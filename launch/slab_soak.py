@@ -201,7 +201,7 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    sys.exit(code if isinstance(code, int) else 0)
+    spawn.leave(code)
 
 
 if __name__ == "__main__":

@@ -232,7 +232,7 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0":
             error.show()
         sys.exit(error.exit_code)
-    sys.exit(code if isinstance(code, int) else 0)
+    spawn.leave(code)
 
 
 if __name__ == "__main__":

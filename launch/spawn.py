@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 PARENT_VARIABLE = "MOE_BENCH_PARENT"
 # Key in the store: the rank that was lost first.
@@ -190,3 +191,29 @@ class _Ranks:
                 os.killpg(process.pid, signal.SIGKILL)
         for process in self.processes:
             process.wait()
+
+
+_was_rank = False
+
+
+def note_rank() -> None:
+    """This process joins others."""
+    global _was_rank
+    _was_rank = True
+
+
+def leave(code: object) -> NoReturn:
+    """sys.exit (0 for what is no int), for processes that may have been ranks. Of one that was, the
+    interpreter is not torn down: a thread of gloo's may be about to drop the last collective's
+    Python objects, and would abort the process."""
+    number = code if isinstance(code, int) else 0
+    if _was_rank:
+        end_at_once(number)
+    sys.exit(number)
+
+
+def end_at_once(code: int) -> NoReturn:
+    """End this process without any teardown."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

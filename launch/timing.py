@@ -1,8 +1,8 @@
 """Timing loops: dispatch, combine and round trip of one subject, per rank, in microseconds.
 
 On a CPU, and on accelerators other than CUDA: a barrier, then the wall clock around the call, the
-device's own work included. On CUDA: events on the stream, either
-around eager calls that all ranks of a host begin at one agreed time, or inside a captured graph of several back-to-back pairs, so
+device's own work included. On CUDA: events on the stream, either around eager calls that all ranks
+of a host begin at one agreed time, or inside a captured graph of several back-to-back pairs, so
 that neither the host nor the launch is in the figure.
 """
 

@@ -22,6 +22,7 @@ from moe_comm.errors import (
     WrongDataError,
 )
 from moe_comm.group import Group
+from moe_comm.launch import spawn
 from moe_comm.launch.spawn import LOST, LOST_RANK_KEY, PARENT_VARIABLE
 
 WRONG, UNAVAILABLE = 1, 3
@@ -112,6 +113,7 @@ def joined(device_type: str, *, timeout_s: float) -> Iterator[Ranks]:
 
     CPU tensors travel over gloo, the accelerator's over its own backend (NCCL for CUDA).
     """
+    spawn.note_rank()
     device = rank_device(device_type)
     backend = "gloo"
     if device.type != "cpu":
@@ -176,6 +178,4 @@ def _leave(message: str, code: int) -> NoReturn:
     """End this rank without the collective teardown that a lost peer would never answer."""
     if message:
         print(f"moe-bench: {message}", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    spawn.end_at_once(code)

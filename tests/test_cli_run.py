@@ -198,3 +198,18 @@ def test_under_torchrun_its_ranks_are_used():
     document = json.loads(done.stdout)
     assert document["topology"]["num_ranks"] == 2
     assert all(row["wrong"] == 0 for row in document["rows"])
+
+
+def test_the_end_of_a_rank_tears_nothing_down() -> None:
+    """A thread of gloo's may still hold Python objects then, and would abort the process. What
+    was printed is kept; a process that never was a rank ends as usual."""
+    script = (
+        "import atexit, sys; from moe_comm.launch import spawn; "
+        "atexit.register(lambda: print('torn down')); print('said', end=' '); "
+        "spawn.note_rank() if sys.argv[1] == 'rank' else None; spawn.leave(3)"
+    )
+    for kind, expected in (("rank", "said "), ("launcher", "said torn down\n")):
+        done = subprocess.run(
+            [sys.executable, "-c", script, kind], capture_output=True, text=True, timeout=60
+        )
+        assert (done.returncode, done.stdout) == (3, expected), done.stderr
