@@ -31,13 +31,13 @@ def programs(bucket: int) -> int:
     do_not_specialize=["me", "num_tokens", "num_rows", "bucket", "phase", "call", "was_full"]
 )
 def _announce_kernel(
-    ids_ptr, weights_ptr, rank_ptr, slot_ptr, block_ptr, told_ptr, table_ptr, copies_ptr, alive_ptr,
+    ids_ptr, weights_ptr, rank_ptr, block_ptr, told_ptr, table_ptr, copies_ptr, alive_ptr,
     count_ptr, status_ptr, me, num_tokens, num_rows, bucket, phase, call, was_full, row_bytes, E, R,
     width, record_bytes, ids_at, weights_at, K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr,
     COUNT: tl.constexpr, ALIVE: tl.constexpr, TOLD: tl.constexpr, HEAD: tl.constexpr,
     FACTS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Program p: where the choices of its tokens lie (rank and slot, -1 where masked), and their
+    """Program p: the ranks on which the choices of its tokens lie, -1 where masked, and their
     records in this rank's block; ids of tokens past num_rows are -1. With TOLD also how many of
     its tokens go to each other rank. The first writes the facts.
 
@@ -69,9 +69,7 @@ def _announce_kernel(
     if ALIVE:
         valid = valid & (tl.load(alive_ptr + rank) != 0)
     rank = tl.where(valid, rank, -1)
-    slot = tl.where(valid, slot, -1)
     tl.store(rank_ptr + at, rank, mask=given)
-    tl.store(slot_ptr + at, slot, mask=given)
     record = (block_ptr + HEAD + t.to(tl.int64) * record_bytes)[:, None]
     inside = (t < bucket)[:, None] & (choice < K)[None, :]
     to_ids = (record + ids_at).to(tl.pointer_type(tl.int32)) + choice[None, :]

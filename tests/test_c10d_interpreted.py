@@ -9,7 +9,10 @@ import pytest
 import torch
 from comm_cases import Case, assert_same_bits, check_case
 from rank_pool import RankContext, RankPool
+from test_c10d_gathered import CALLS, FULL
 from test_c10d_modes import OPTIONS, case_of
+
+from moe_comm.backends.c10d_repeats import RepeatedDispatch
 
 NAMES = [
     "padding-device-count", "payloads", "redundant-experts", "rank-without-experts", "hidden-odd",
@@ -20,6 +23,12 @@ NAMES = [
 @pytest.fixture(scope="module")
 def interpreted():
     with RankPool(4, variables={"TRITON_INTERPRET": "1"}) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def two_interpreted():
+    with RankPool(2, variables={"TRITON_INTERPRET": "1"}) as ranks:
         yield ranks
 
 
@@ -106,3 +115,41 @@ def indexed(context: RankContext, num_rows: int, capacity: int) -> None:
 def test_index_launches(interpreted, num_rows, capacity):
     """In one launch, and beyond 8192 choices in three; with rows dropped, and without."""
     interpreted.run(indexed, num_rows, capacity, timeout_s=100.0)
+
+
+def repeated(context: RankContext, case: Case) -> int:
+    """How many of the case's calls went the shortest way."""
+    count = 0
+    repeat = RepeatedDispatch._repeat
+
+    def counted(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        return repeat(*args)
+
+    RepeatedDispatch._repeat = counted
+    try:
+        check_case(context, case, "vendor", kernels=True)
+    finally:
+        RepeatedDispatch._repeat = repeat
+    return count
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        # From the call after the first that was expected to be full.
+        ({"num_tokens": ((16, 16),) * 6}, 3),
+        # Three tokens are not like sixteen: one rank goes the long way, and the other need not.
+        ({"num_tokens": CALLS}, (3, 2)),
+        ({"num_tokens": ((16, 16),) * 6, "split": True}, 0),
+        ({"num_tokens": ((16, 16),) * 6, "payloads": True}, 0),
+        ({"num_tokens": ((16, 16),) * 6, "num_tokens_as": "tensor"}, 0),
+        ({"num_tokens": ((8, 8),) * 6, "bucket": 8}, 3),
+        ({"num_tokens": ((16, 16),) * 6, "config": {**FULL, "dispatch_wire": "fp8"}}, 0),
+    ],
+)
+def test_calls_like_the_one_before(two_interpreted, fields, wanted):
+    case = case_of("exact", 2, 2, **{"config": FULL, "routing": "uniform", **fields})
+    each = list(wanted) if isinstance(wanted, tuple) else [wanted] * 2
+    assert two_interpreted.run(repeated, case, timeout_s=100.0) == each

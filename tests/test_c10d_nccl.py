@@ -58,12 +58,11 @@ def test_options_with_packed_records():
 
 
 @pytest.mark.parametrize("mode", MODES[:2])
-@pytest.mark.parametrize("split", [False, True])
-def test_full_dispatches(mode, split):
-    """Exact sends the whole bucket without waiting for counts, where the last ones were full."""
-    case = case_of(
-        mode, 2, 1, config=FULL, num_tokens=CALLS, split=split, routing="uniform", payloads=True
-    )
+@pytest.mark.parametrize("more", [{}, {"split": True}, {"payloads": True}, {"bucket": 16}])
+def test_full_dispatches(mode, more):
+    """Exact sends the whole bucket without waiting for counts, where the last ones were full, and
+    repeats calls that are like the one before."""
+    case = case_of(mode, 2, 1, config=FULL, num_tokens=CALLS, routing="uniform", **more)
     on_gpus(check_case, case)
 
 

@@ -27,7 +27,7 @@ from moe_comm.backends.slab_launch import Form, Places, launch
 FACTS = 8
 HEAD_BYTES = 4 * FACTS
 # Arguments of _announce_kernel that differ from call to call.
-_GIVEN = 9
+_GIVEN = 8
 
 
 class Told:
@@ -142,18 +142,10 @@ class Blocks:
             call: number of the dispatch. was_full: a fact.
         """
         if self.index is not None:
-            rank = topk_idx.new_empty(topk_idx.shape, dtype=torch.int32)
-            slot = torch.empty_like(rank)
-            on_device = isinstance(num_tokens, Tensor)
-            given = (
-                topk_idx.contiguous(), weights.contiguous(), rank, slot,
-                num_tokens if isinstance(num_tokens, Tensor) else rank,
-                0 if isinstance(num_tokens, Tensor) else num_tokens, topk_idx.shape[0], call,
-                int(was_full),
-            )  # fmt: skip
-            form = self._announced[on_device]
-            launch(self._announce_kernel, self._programs, self._announce, form, given)
-            return Located(rank=rank, slot=slot, ids=topk_idx)
+            rank = self.announce(
+                topk_idx.contiguous(), weights.contiguous(), num_tokens, call, was_full=was_full
+            )
+            return Located(rank=rank, ids=topk_idx)
         if isinstance(num_tokens, Tensor):
             num_tokens = num_tokens.reshape(()).clamp(0, topk_idx.shape[0])
         to = self.router.locate(topk_idx, num_tokens)
@@ -170,6 +162,27 @@ class Blocks:
         ids[:num_rows] = torch.where(to.rank >= 0, to.rank * self.router.width + to.slot, -1)
         self.form.view(records[:num_rows], "weights").copy_(weights)
         return to
+
+    def announce(
+        self,
+        topk_idx: Tensor,
+        weights: Tensor,
+        num_tokens: int | Tensor,
+        call: int,
+        *,
+        was_full: bool,
+    ) -> Tensor:
+        """write() by the kernel, of contiguous tensors: the rank of each choice."""
+        rank = torch.empty(topk_idx.shape, dtype=torch.int32, device=self.router.device)
+        if isinstance(num_tokens, Tensor):
+            form, on_device, on_host = self._announced[1], num_tokens, 0
+        else:
+            form, on_device, on_host = self._announced[0], rank, num_tokens
+        given = (
+            topk_idx, weights, rank, on_device, on_host, topk_idx.shape[0], call, int(was_full)
+        )  # fmt: skip
+        launch(self._announce_kernel, self._programs, self._announce, form, given)
+        return rank
 
     def read(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The routing in all ranks' blocks; `like` [T, K] has the weights' dtype. Nothing is read

@@ -12,14 +12,15 @@ the same facts, and expects the next one to be full.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from moe_comm.backends.c10d_blocks import Blocks
+from moe_comm.backends.c10d_blocks import Blocks, Told
 from moe_comm.backends.c10d_plan import GatheredPlan, Plan
 from moe_comm.backends.c10d_routing import Located, rows_sent
-from moe_comm.backends.c10d_transport import Header, Transport, check_header
+from moe_comm.backends.c10d_transport import Header, Transfer, Transport, check_header
 
 
 @dataclass(kw_only=True, eq=False)
@@ -46,24 +47,42 @@ class Counted:
     """The plan of a dispatch whose counts are on their way to the host.
 
     Args:
-        blocks: just read. to, local_idx: this rank's routing, and what was read.
+        blocks: still arriving, by `transfer`.
+        to: this rank's routing. like: [T, K] of the weights' dtype.
         recent: of the bucket; this dispatch becomes its last.
     """
 
     def __init__(
-        self, blocks: Blocks, transport: Transport, to: Located, local_idx: Tensor, recent: Recent
+        self,
+        blocks: Blocks,
+        transport: Transport,
+        to: Located,
+        like: Tensor,
+        transfer: Transfer,
+        recent: Recent,
     ) -> None:
-        self._bucket, self._transport, self._recent = blocks.bucket, transport, recent
-        self._rank, self._local_idx = to.rank, local_idx
-        self._told = blocks.told(transport, to, local_idx)
+        self._blocks, self._transport, self._to, self._like = blocks, transport, to, like
+        self._transfer, self._recent = transfer, recent
+        self._routing: tuple[Tensor, Tensor, Tensor] | None = None
+        self._told: Callable[[], Told] | None = None
         self._plan: GatheredPlan | None = None
         recent.last = self
+
+    def routing(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What Blocks.read returns, for the current stream; read at the first call."""
+        if self._routing is None:
+            self._transfer.wait()
+            self._routing = self._blocks.read(self._like)
+            self._told = self._blocks.told(self._transport, self._to, self._routing[0])
+        return self._routing
 
     def plan(self) -> GatheredPlan:
         """See the class. May block the host, for a bounded time."""
         if self._plan is not None:
             return self._plan
-        recent, bucket = self._recent, self._bucket
+        recent, bucket = self._recent, self._blocks.bucket
+        local_idx = self.routing()[0]
+        assert self._told is not None
         # Whatever comes of it, the next dispatch does not ask again.
         recent.was_full, recent.expects, recent.last = False, False, None
         told, rank, others = self._told(), self._transport.rank, self._transport.others
@@ -83,8 +102,8 @@ class Counted:
             sent=[rows_sent(sent, tokens_of[rank]) for _, sent in told.counts],
             received=received,
             tokens_of=tokens_of,
-            rank=self._rank,
-            local_idx=self._local_idx,
+            rank=self._to.rank,
+            local_idx=local_idx,
         )
         recent.expects = all(
             tokens_of[r] == bucket and told.facts[r][7] for r in self._transport.alive

@@ -21,14 +21,13 @@ from torch import Tensor
 from moe_comm.backends import device_math
 from moe_comm.backends.c10d_base import Arrived
 from moe_comm.backends.c10d_counted import Counted, Recent, plan_of
-from moe_comm.backends.c10d_gathered import GatheredRecords, Gathering, Lane
+from moe_comm.backends.c10d_gathered import Gathering, Lane
 from moe_comm.backends.c10d_packed import PackedRecords, Packing
 from moe_comm.backends.c10d_plan import Plan
+from moe_comm.backends.c10d_repeats import RepeatedDispatch
 from moe_comm.backends.c10d_transport import Kind, Phase, Transfer
 from moe_comm.backends.packing import as_bytes, put_rows, take_rows
 from moe_comm.calls import CombineCall, DispatchCall
-from moe_comm.config import EPConfig
-from moe_comm.group import Group
 from moe_comm.handle import Dispatched
 from moe_comm.wire import Wire
 
@@ -42,14 +41,12 @@ class _Sent:
     """A dispatch between its halves.
 
     Attributes:
-        routing: where it was gathered and is new: local ids, weights and T of each rank.
         values: where this rank's rows are still to be placed.
         sent: rows that arrive packed, if any do, and their transfer.
     """
 
     records: Gathering | Packing
     route: Plan | Counted
-    routing: tuple[Tensor, Tensor, Tensor] | None
     values: Tensor | None
     scales: Tensor | None
     rows: Tensor
@@ -75,15 +72,11 @@ class _Back:
     ways: list[_Way]
 
 
-class ExactCommunicator(GatheredRecords, PackedRecords):
+class ExactCommunicator(RepeatedDispatch, PackedRecords):
     """See the module."""
 
     mode = "exact"
     _tells = True
-
-    def __init__(self, config: EPConfig, group: Group) -> None:
-        super().__init__(config, group)
-        self._recent: dict[int, Recent] = {}
 
     # Dispatch.
 
@@ -103,7 +96,6 @@ class ExactCommunicator(GatheredRecords, PackedRecords):
             return _Sent(
                 records=packing,
                 route=plan,
-                routing=None,
                 values=values if inline else None,
                 scales=scales,
                 rows=rows,
@@ -117,7 +109,6 @@ class ExactCommunicator(GatheredRecords, PackedRecords):
             return _Sent(
                 records=gathering,
                 route=plan,
-                routing=None,
                 values=values if inline else None,
                 scales=scales,
                 rows=lane.rows,
@@ -137,22 +128,40 @@ class ExactCommunicator(GatheredRecords, PackedRecords):
         """With a routing that is gathered. Blocks the host, unless a full dispatch is expected."""
         recent = self._recent.setdefault(call.bucket, Recent())
         recent.settle()
-        gathering = self._gather(call, lane, scales, inline=True, was_full=recent.was_full)
-        assert gathering.located is not None
+        flag = recent.was_full
         direct = inline
         sent: tuple[Tensor | None, Transfer] | None = None
-        if recent.expects:
+        if not recent.expects:
+            gathering = self._gather(call, lane, scales, inline=True, was_full=flag)
+        else:
             direct = inline and self._transport.in_place and call.num_rows == call.bucket
-            sent = None, self._send_bucket(call, lane, values, direct=direct)
-        gathering.transfer.wait()
-        routing = lane.blocks.read(call.topk_weights)
-        counted = Counted(lane.blocks, self._transport, gathering.located, routing[0], recent)
+            if len(self._transport.others) == 1:
+                (peer,) = self._transport.others
+                places = self._row_bytes(call, lane)
+                if not direct:
+                    lane.rows[self.rank, : call.num_rows].copy_(values)
+                pair = as_bytes(values) if direct else places[self.rank], places[peer]
+                gathering = self._gather(call, lane, scales, inline=True, was_full=flag, rows=pair)
+                sent = None, gathering.transfer
+                if direct:
+                    self._note(call, lane, recent)
+            else:
+                gathering = self._gather(call, lane, scales, inline=inline, was_full=flag)
+                sent = None, self._send_bucket(call, lane, values, direct=direct)
+        assert gathering.located is not None
+        counted = Counted(
+            lane.blocks,
+            self._transport,
+            gathering.located,
+            call.topk_weights,
+            gathering.transfer,
+            recent,
+        )
         if sent is None:
             sent = self._send_rows(call, counted.plan(), values, lane.rows, None, direct=direct)
         return _Sent(
             records=gathering,
             route=counted,
-            routing=routing,
             values=values if direct else None,
             scales=scales,
             rows=lane.rows,
@@ -228,8 +237,8 @@ class ExactCommunicator(GatheredRecords, PackedRecords):
         elif isinstance(records, Packing):
             arrived = self._unpack(call, records)
         else:
-            assert state.routing is not None
-            arrived = self._gathered_index(records, state.routing, state.route)
+            assert isinstance(state.route, Counted)
+            arrived = self._gathered_index(records, state.route.routing(), state.route)
         if state.values is not None:
             # While rows travel. All of them, since a copy is cheaper than a choice.
             state.rows[self.rank, : call.num_rows].copy_(state.values)
@@ -254,11 +263,6 @@ class ExactCommunicator(GatheredRecords, PackedRecords):
         if landing:
             index = torch.cat([plan.places[plan.come_from(p)] for p in landing])
             put_rows(as_bytes(rows.flatten(0, 1)), index, staged)
-
-    def mask_rank(self, rank: int) -> None:
-        """See C10dCommunicator."""
-        super().mask_rank(rank)
-        self._recent.clear()
 
     # Combine.
 

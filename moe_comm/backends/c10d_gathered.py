@@ -137,9 +137,13 @@ class GatheredRecords(C10dCommunicator):
         *,
         inline: bool,
         was_full: bool = False,
+        rows: tuple[Tensor, Tensor] | None = None,
     ) -> Gathering:
-        """Write this rank's records, and send them to all. inline: as all_gather has it. was_full:
-        a fact."""
+        """Write this rank's records, and send them to all.
+
+        inline: as all_gather has it. was_full: a fact. rows: sent and received along with the
+        records, where there are two ranks.
+        """
         blocks = lane.blocks
         self._agree_on(call, blocks)
         if scales is not None or call.payloads:
@@ -152,7 +156,11 @@ class GatheredRecords(C10dCommunicator):
                 call.topk_idx, weights, call.num_tokens, call.call, was_full=was_full
             )
         transfer: Transfer = Done()
-        if blocks.memory.shape[1]:
+        if rows is not None:
+            (peer,) = self._transport.others
+            records = blocks.mine, blocks.memory[peer]
+            transfer = self._transport.swap(Phase.DISPATCH, (records, rows))
+        elif blocks.memory.shape[1]:
             transfer = self._transport.all_gather(
                 Phase.DISPATCH, blocks.memory, Kind.RECORDS, inline=inline
             )
@@ -195,13 +203,17 @@ class GatheredRecords(C10dCommunicator):
                 extras[name] = self._extra_room(call, field).copy_(came)
         return extras
 
+    def _row_bytes(self, call: DispatchCall, lane: Lane) -> Tensor:
+        """The lane's rows as uint8 [R, B * bytes]."""
+        shape = (self.num_ranks, call.bucket * lane.blocks.row_bytes)
+        return self._slots[call.slot].tensor("rows", shape, torch.uint8)
+
     def _send_bucket(
         self, call: DispatchCall, lane: Lane, values: Tensor, *, direct: bool
     ) -> Transfer:
         """The whole bucket's rows under way to all ranks, into their places. direct: from `values`
         themselves, which are the whole bucket; this rank's own are still to be placed then."""
-        shape = (self.num_ranks, call.bucket * lane.blocks.row_bytes)
-        places = self._slots[call.slot].tensor("rows", shape, torch.uint8)
+        places = self._row_bytes(call, lane)
         if not direct:
             lane.rows[self.rank, : call.num_rows].copy_(values)
         if not self._transport.in_place:

@@ -8,6 +8,7 @@ the same. Shape legend: T this rank's tokens, R ranks, B the bucket, K choices, 
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,12 +32,18 @@ def rows_sent(count: int, num_tokens: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Located:
-    """Where choices lie: rank and slot [T, K] int32, -1 where masked; ids [T, K], likewise or as
-    given; and reaches [T, R] bool, where kernels don't do without it."""
+    """Where choices lie.
+
+    Attributes:
+        rank: [T, K] int32, -1 where masked.
+        ids: [T, K], likewise or as given.
+        slot: [T, K] int32, as rank; None where records were written at once.
+        reaches: [T, R] bool, where kernels don't do without it.
+    """
 
     rank: Tensor
-    slot: Tensor
     ids: Tensor
+    slot: Any = None
     reaches: Tensor | None = None
 
 
