@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from moe_comm.backends.c10d_blocks import Blocks, Told
@@ -40,7 +41,9 @@ class Recent:
     def settle(self) -> None:
         """Look at the counts of the last dispatch. May block the host, for a bounded time."""
         if self.last is not None:
-            self.last.plan()
+            # On the stream that it began on, where its other half may follow.
+            with torch.cuda.stream(self.last.stream):
+                self.last.plan()
 
 
 class Counted:
@@ -50,6 +53,7 @@ class Counted:
         blocks: still arriving, by `transfer`.
         to: this rank's routing. like: [T, K] of the weights' dtype.
         recent: of the bucket; this dispatch becomes its last.
+        apart: its halves are apart.
     """
 
     def __init__(
@@ -60,7 +64,11 @@ class Counted:
         like: Tensor,
         transfer: Transfer,
         recent: Recent,
+        *,
+        apart: bool,
     ) -> None:
+        on_cuda = to.rank.is_cuda
+        self.stream = torch.cuda.current_stream() if apart and on_cuda else None
         self._blocks, self._transport, self._to, self._like = blocks, transport, to, like
         self._transfer, self._recent = transfer, recent
         self._routing: tuple[Tensor, Tensor, Tensor] | None = None

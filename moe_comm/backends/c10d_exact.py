@@ -156,6 +156,7 @@ class ExactCommunicator(RepeatedDispatch, PackedRecords):
             call.topk_weights,
             gathering.transfer,
             recent,
+            apart=not inline,
         )
         if sent is None:
             sent = self._send_rows(call, counted.plan(), values, lane.rows, None, direct=direct)

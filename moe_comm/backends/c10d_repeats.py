@@ -168,7 +168,7 @@ class RepeatedDispatch(GatheredRecords):
         # While they travel.
         known.own.copy_(x)
         to = Located(rank=rank, ids=topk_idx)
-        counted = Counted(blocks, self._transport, to, topk_weights, transfer, recent)
+        counted = Counted(blocks, self._transport, to, topk_weights, transfer, recent, apart=False)
         routing = counted.routing()
         arrived = self._arrived(to, *routing, blocks.index(routing[0]), counted)
         call = DispatchCall(
