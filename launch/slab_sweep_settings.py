@@ -111,11 +111,11 @@ def _variants() -> Iterator[Setting]:
     yield of(side_priority=0)
     yield of(kind=HALVES)
     yield of(kind=HALVES, side_priority=0)
-    # One chunk, and two; the default is four.
-    for chunk in (4096, 2048):
+    # One chunk, and four; the default is two.
+    for chunk in (4096, 1024):
         yield of(chunk=chunk)
         yield of(chunk=chunk, kind=HALVES)
-    for chunk in (4096, 2048):
+    for chunk in (4096, 1024):
         yield of(chunk=chunk, side_priority=0)
     yield of(side_priority=-1)
     yield of(mode=LOW)
@@ -149,7 +149,7 @@ def _programs() -> Iterator[Setting]:
 def _chunks() -> Iterator[Setting]:
     """Blocks, unrolling and chunks of a combine by copies: one of them changed, then all."""
     shapes = ((4096, 8), (2048, 8), (2048, 4), (1024, 4))
-    unrolls, chunks = (0, 4, 16, 8), (1024, 2048, 4096, 512)
+    unrolls, chunks = (0, 4, 16, 8), (2048, 1024, 4096, 512)
     # Positions in the three lists; what is the default lies at 0.
     grid = sorted(
         itertools.product(range(len(shapes)), range(len(unrolls)), range(len(chunks))),
