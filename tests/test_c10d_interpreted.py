@@ -38,7 +38,12 @@ def with_kernels(context: RankContext, cases: list[Case], backend: str | None) -
 
 
 @pytest.mark.parametrize(
-    ("mode", "backend"), [("exact", None), ("dense", None), ("exact", "vendor")]
+    ("mode", "backend"),
+    [
+        ("exact", None),
+        ("dense", None),
+        pytest.param("exact", "vendor", marks=pytest.mark.slow),
+    ],
 )
 def test_cases_by_kernels(interpreted, mode, backend):
     """Over messages, where records are packed, and over collectives, where they are gathered."""

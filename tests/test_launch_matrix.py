@@ -334,6 +334,7 @@ def call(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_a_tiny_matrix_on_two_processes(tmp_path):
     tiny = EPConfig.preset("k3-tiny")
     times = {"config": tiny, "backend": "c10d", "mode": "dense", "cuda_graph": False}
