@@ -232,6 +232,9 @@ class ExactCommunicator(RepeatedDispatch, PackedRecords):
 
     def _finish_dispatch(self, call: DispatchCall, state: _Sent) -> Dispatched:
         records = state.records
+        if isinstance(records, Packing):
+            # While records travel.
+            self._place_own(call, state)
         records.transfer.wait()
         if call.reuse is not None:
             arrived: Arrived = call.reuse.state
@@ -240,12 +243,11 @@ class ExactCommunicator(RepeatedDispatch, PackedRecords):
         else:
             assert isinstance(state.route, Counted)
             arrived = self._gathered_index(records, state.route.routing(), state.route)
-        if state.values is not None:
-            # While rows travel. All of them, since a copy is cheaper than a choice.
-            state.rows[self.rank, : call.num_rows].copy_(state.values)
         if isinstance(records, Packing):
             extras = self._packed_extras(call, plan_of(arrived.route), records, state.scales)
         else:
+            # While rows travel.
+            self._place_own(call, state)
             extras = self._gathered_extras(call, records)
         staged, transfer = state.sent
         transfer.wait()
@@ -255,6 +257,11 @@ class ExactCommunicator(RepeatedDispatch, PackedRecords):
         if isinstance(num_tokens, Tensor) and call.reuse is None:
             num_tokens = arrived.num_tokens_per_rank[self.rank]
         return arrived.dispatched(call, num_tokens, state.rows, extras, self.config.wire)
+
+    def _place_own(self, call: DispatchCall, state: _Sent) -> None:
+        """This rank's own rows. All of them, since a copy is cheaper than a choice."""
+        if state.values is not None:
+            state.rows[self.rank, : call.num_rows].copy_(state.values)
 
     def _place_rows(self, plan: Plan, rows: Tensor, staged: Tensor) -> None:
         """Rows that were received packed, to their places."""
