@@ -116,7 +116,10 @@ def indexed(context: RankContext, num_rows: int, capacity: int) -> None:
         status.zero_()
 
 
-@pytest.mark.parametrize(("num_rows", "capacity"), [(40, 120), (40, 20), (2900, 8700), (2900, 99)])
+@pytest.mark.parametrize(
+    ("num_rows", "capacity"),
+    [(40, 120), (40, 20), (2900, 99), pytest.param(2900, 8700, marks=pytest.mark.slow)],
+)
 def test_index_launches(interpreted, num_rows, capacity):
     """In one launch, and beyond 8192 choices in three; with rows dropped, and without."""
     interpreted.run(indexed, num_rows, capacity, timeout_s=100.0)
