@@ -30,6 +30,10 @@ HEAD_BYTES = 4 * FACTS
 _GIVEN = 8
 
 
+# Local ids [R, B, K] int32, weights [R, B, K], T of each rank [R] int32.
+Routing = tuple[Tensor, Tensor, Tensor]
+
+
 class Told:
     """What the blocks say, on the host.
 
@@ -171,9 +175,12 @@ class Blocks:
         call: int,
         *,
         was_full: bool,
+        rank: Tensor | None = None,
     ) -> Tensor:
-        """write() by the kernel, of contiguous tensors: the rank of each choice."""
-        rank = torch.empty(topk_idx.shape, dtype=torch.int32, device=self.router.device)
+        """write() by the kernel, of contiguous tensors: the rank of each choice, in `rank` where
+        it is given."""
+        if rank is None:
+            rank = torch.empty(topk_idx.shape, dtype=torch.int32, device=self.router.device)
         if isinstance(num_tokens, Tensor):
             form, on_device, on_host = self._announced[1], num_tokens, 0
         else:
@@ -184,22 +191,29 @@ class Blocks:
         launch(self._announce_kernel, self._programs, self._announce, form, given)
         return rank
 
-    def read(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def room(self) -> Routing:
+        """New tensors for read(), where kernels do it."""
+        assert self.index is not None
+        router, device = self.router, self.router.device
+        shape = (router.num_ranks, self.bucket, self.index.num_topk)
+        return (
+            torch.empty(shape, dtype=torch.int32, device=device),
+            torch.empty(shape, dtype=torch.float32, device=device),
+            torch.empty(router.num_ranks, dtype=torch.int32, device=device),
+        )
+
+    def read(self, like: Tensor, out: Routing | None = None) -> Routing:
         """The routing in all ranks' blocks; `like` [T, K] has the weights' dtype. Nothing is read
-        of a rank that is not alive.
+        of a rank that is not alive. `out`: written where kernels do it.
 
         Returns: local ids [R, B, K] int32, weights [R, B, K], T of each rank [R] int32.
         """
         router = self.router
         if self.index is not None:
-            device, shape = router.device, (router.num_ranks, self.bucket, like.shape[1])
-            local_idx = torch.empty(shape, dtype=torch.int32, device=device)
-            weights = torch.empty(shape, dtype=torch.float32, device=device)
-            tokens = torch.empty(router.num_ranks, dtype=torch.int32, device=device)
+            out = self.room() if out is None else out
             programs = router.num_ranks * self._programs
-            given = (local_idx, weights, tokens)
-            launch(self._gathered_kernel, programs, self._gathered, self._read, given)
-            return local_idx, weights, tokens
+            launch(self._gathered_kernel, programs, self._gathered, self._read, out)
+            return out
         records = self.records
         tokens = self.memory[:, 8:12].view(torch.int32).squeeze(1).clone()
         local_idx = self.form.view(records, "ids") - router.rank * router.width

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_comm.backends.c10d_blocks import Blocks, Told
+from moe_comm.backends.c10d_blocks import Blocks, Routing, Told
 from moe_comm.backends.c10d_plan import GatheredPlan, Plan
 from moe_comm.backends.c10d_routing import Located, rows_sent
 from moe_comm.backends.c10d_transport import Header, Transfer, Transport, check_header
@@ -53,7 +53,7 @@ class Counted:
         blocks: still arriving, by `transfer`.
         to: this rank's routing. like: [T, K] of the weights' dtype.
         recent: of the bucket; this dispatch becomes its last.
-        apart: its halves are apart.
+        apart: its halves are apart. out: as Blocks.read has it.
     """
 
     def __init__(
@@ -66,21 +66,22 @@ class Counted:
         recent: Recent,
         *,
         apart: bool,
+        out: Routing | None = None,
     ) -> None:
         on_cuda = to.rank.is_cuda
         self.stream = torch.cuda.current_stream() if apart and on_cuda else None
         self._blocks, self._transport, self._to, self._like = blocks, transport, to, like
-        self._transfer, self._recent = transfer, recent
-        self._routing: tuple[Tensor, Tensor, Tensor] | None = None
+        self._transfer, self._recent, self._out = transfer, recent, out
+        self._routing: Routing | None = None
         self._told: Callable[[], Told] | None = None
         self._plan: GatheredPlan | None = None
         recent.last = self
 
-    def routing(self) -> tuple[Tensor, Tensor, Tensor]:
+    def routing(self) -> Routing:
         """What Blocks.read returns, for the current stream; read at the first call."""
         if self._routing is None:
             self._transfer.wait()
-            self._routing = self._blocks.read(self._like)
+            self._routing = self._blocks.read(self._like, self._out)
             self._told = self._blocks.told(self._transport, self._to, self._routing[0])
         return self._routing
 

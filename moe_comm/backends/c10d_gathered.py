@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.backends.c10d_base import Arrived, C10dCommunicator
-from moe_comm.backends.c10d_blocks import HEAD_BYTES, Blocks
+from moe_comm.backends.c10d_blocks import HEAD_BYTES, Blocks, Routing
 from moe_comm.backends.c10d_index import IndexLaunches, index_bytes
 from moe_comm.backends.c10d_routing import Located
 from moe_comm.backends.c10d_transport import Done, Header, Kind, Phase, Transfer
@@ -183,9 +183,7 @@ class GatheredRecords(C10dCommunicator):
             record_bytes=blocks.form.num_bytes,
         )
 
-    def _gathered_index(
-        self, gathering: Gathering, routing: tuple[Tensor, Tensor, Tensor], route: object
-    ) -> Arrived:
+    def _gathered_index(self, gathering: Gathering, routing: Routing, route: object) -> Arrived:
         """Index the routing that Blocks.read returned."""
         assert gathering.located is not None
         index = gathering.lane.blocks.index

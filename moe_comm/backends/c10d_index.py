@@ -12,6 +12,9 @@ from torch import Tensor
 
 from moe_comm.backends.slab_launch import Form, Places, launch
 
+# expert_offsets [L + 1], row_index [capacity], choice_position [M, K], int32.
+Index = tuple[Tensor, Tensor, Tensor]
+
 
 def index_bytes(num_rows: int, num_topk: int, num_local_experts: int) -> int:
     """Of the memory that IndexLaunches needs for so many rows, or fewer."""
@@ -44,7 +47,7 @@ class IndexLaunches:
 
         self.num_rows, self.num_topk = num_rows, num_topk
         self.num_local_experts, self.capacity = num_local_experts, capacity
-        self.device = status.device
+        self.device, self._kernels = status.device, kernels
         choices, experts = num_rows * num_topk, num_local_experts
         totals, counts = memory[:experts], memory[experts:]
         self._programs = -(-choices // kernels.CHUNK)
@@ -82,17 +85,23 @@ class IndexLaunches:
         self._place = places(kernels._place_kernel, 4)
         self._placed = Form({**shape, "BLOCK": kernels.CHUNK, "BINS": bins}, blocks=1)
 
-    def __call__(self, local_idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def room(self) -> Index:
+        """New tensors for a call's answer."""
+        device, kind = self.device, torch.int32
+        return (
+            torch.empty(self.num_local_experts + 1, dtype=kind, device=device),
+            torch.empty(self.capacity, dtype=kind, device=device),
+            torch.empty(self.num_rows, self.num_topk, dtype=kind, device=device),
+        )
+
+    def __call__(self, local_idx: Tensor, out: Index | None = None) -> Index:
         """Group M * K local ids int32, contiguous, -1 where a choice is not here.
 
-        Returns: expert_offsets [L + 1], row_index [capacity], choice_position [M, K], int32.
+        Returns: out, or room().
         """
-        from moe_comm.kernels import expert_index as kernels
-
-        device, kind = self.device, torch.int32
-        offsets = torch.empty(self.num_local_experts + 1, dtype=kind, device=device)
-        row_index = torch.empty(self.capacity, dtype=kind, device=device)
-        position = torch.empty(self.num_rows, self.num_topk, dtype=kind, device=device)
+        kernels = self._kernels
+        out = self.room() if out is None else out
+        offsets, row_index, position = out
         given = (local_idx, offsets, row_index, position)
         if self.num_local_experts == 0:
             offsets.zero_()
@@ -104,7 +113,7 @@ class IndexLaunches:
             launch(kernels._count_kernel, self._programs, self._count, self._counted, (local_idx,))
             launch(kernels._scan_kernel, self._scanners, self._scan, self._scanned, (offsets,))
             launch(kernels._place_kernel, self._programs, self._place, self._placed, given)
-        return offsets, row_index, position
+        return out
 
 
 def _power_of_2(value: int) -> int:

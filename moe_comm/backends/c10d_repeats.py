@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_comm.backends.c10d_blocks import Routing
 from moe_comm.backends.c10d_counted import Counted, Recent
 from moe_comm.backends.c10d_gathered import GatheredRecords, Lane
+from moe_comm.backends.c10d_index import Index
 from moe_comm.backends.c10d_routing import Located
 from moe_comm.backends.c10d_transport import Phase
-from moe_comm.calls import DispatchCall, Rows
+from moe_comm.calls import CombineCall, DispatchCall, Rows
 from moe_comm.config import EPConfig
 from moe_comm.group import Group
 from moe_comm.handle import Dispatched, DispatchHandle
-from moe_comm.metrics import nvtx_range
 
 
 @dataclass(kw_only=True, eq=False)
@@ -34,6 +35,7 @@ class _Known:
         bucket: B; as many tokens as there are rows.
         own: where this rank's rows belong.
         records: sent and received beside rows. theirs: where rows are received.
+        ready: for the next call, made while the device was busy with the last.
     """
 
     kind: tuple[object, ...]
@@ -43,6 +45,22 @@ class _Known:
     own: Tensor
     records: tuple[Tensor, Tensor]
     theirs: Tensor
+    ready: _Ready | None = None
+
+
+@dataclass(kw_only=True, eq=False)
+class _Ready:
+    """Tensors for what a dispatch answers.
+
+    Attributes:
+        made: on which stream, and whether in inference mode: they are for calls made so.
+        rank: of this rank's choices.
+    """
+
+    made: tuple[int, bool]
+    rank: Tensor
+    routing: Routing
+    index: Index
 
 
 def _kind(x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> tuple[object, ...]:
@@ -98,8 +116,8 @@ class RepeatedDispatch(GatheredRecords):
     ) -> Any:
         """See Communicator."""
         if (
-            torch.compiler.is_compiling()
-            or not self._known
+            not self._known
+            or torch.compiler.is_compiling()
             or async_op
             or payloads
             or handle is not None
@@ -123,8 +141,14 @@ class RepeatedDispatch(GatheredRecords):
         known = self._known[slot]
         tensors: Any = (x, topk_idx, topk_weights)
         self._busy_slots.add(slot)
-        with nvtx_range("moe_comm.dispatch", enabled=self.device.type == "cuda"):
+        on_cuda = self.device.type == "cuda"
+        if on_cuda:
+            torch.cuda.nvtx.range_push("moe_comm.dispatch")
+        try:
             arrived = self._guard(slot, lambda: self._repeat(known, slot, *tensors))
+        finally:
+            if on_cuda:
+                torch.cuda.nvtx.range_pop()
         self._next_call += 1
         self._metrics.dispatches += 1
         arrived.handle._owner = self
@@ -152,7 +176,8 @@ class RepeatedDispatch(GatheredRecords):
             or self._compares_headers
         ):
             return None
-        self._guard(slot, known.recent.settle)
+        if known.recent.last is not None:
+            self._guard(slot, known.recent.settle)
         return slot if known.recent.expects else None
 
     def _repeat(
@@ -162,15 +187,30 @@ class RepeatedDispatch(GatheredRecords):
         lane, recent, bucket, number = known.lane, known.recent, known.bucket, self._next_call
         blocks = lane.blocks
         assert blocks.index is not None
-        rank = blocks.announce(topk_idx, topk_weights, bucket, number, was_full=recent.was_full)
+        ready, known.ready = known.ready, None
+        if ready is None or ready.made != self._made_here():
+            ready = self._make_ready(known)
+        rank = blocks.announce(
+            topk_idx, topk_weights, bucket, number, was_full=recent.was_full, rank=ready.rank
+        )
         pairs = (known.records, (x.view(torch.uint8), known.theirs))
         transfer = self._transport.swap(Phase.DISPATCH, pairs)
         # While they travel.
         known.own.copy_(x)
         to = Located(rank=rank, ids=topk_idx)
-        counted = Counted(blocks, self._transport, to, topk_weights, transfer, recent, apart=False)
+        counted = Counted(
+            blocks,
+            self._transport,
+            to,
+            topk_weights,
+            transfer,
+            recent,
+            apart=False,
+            out=ready.routing,
+        )
         routing = counted.routing()
-        arrived = self._arrived(to, *routing, blocks.index(routing[0]), counted)
+        index = blocks.index(routing[0], ready.index)
+        arrived = self._arrived(to, *routing, index, counted)
         call = DispatchCall(
             x=x,
             scales=None,
@@ -183,6 +223,28 @@ class RepeatedDispatch(GatheredRecords):
             call=number,
         )
         return arrived.dispatched(call, bucket, lane.rows, {}, self.config.wire)
+
+    def _made_here(self) -> tuple[int, bool]:
+        stream = torch.cuda.current_stream().cuda_stream if self.device.type == "cuda" else 0
+        return stream, torch.is_inference_mode_enabled()
+
+    def _make_ready(self, known: _Known) -> _Ready:
+        blocks = known.lane.blocks
+        assert blocks.index is not None
+        shape = (known.bucket, self.config.num_topk)
+        return _Ready(
+            made=self._made_here(),
+            rank=torch.empty(shape, dtype=torch.int32, device=self.device),
+            routing=blocks.room(),
+            index=blocks.index.room(),
+        )
+
+    def _combine_at_once(self, call: CombineCall) -> Tensor:
+        combined = super()._combine_at_once(call)
+        known = self._known.get(call.handle.slot)
+        if known is not None and known.ready is None:
+            known.ready = self._make_ready(known)
+        return combined
 
     def mask_rank(self, rank: int) -> None:
         """See C10dCommunicator."""
