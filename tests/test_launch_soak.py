@@ -79,6 +79,7 @@ def lost(context: RankContext) -> tuple[int, int, list[str], int]:
     return code, run.hangs, run.errors, run.done
 
 
+@pytest.mark.slow
 def test_a_lost_rank_is_a_hang() -> None:
     with RankPool(2) as pool:
         results = pool.outcomes(lost, timeout_s=60.0)

@@ -271,6 +271,7 @@ def test_captured_calls_of_every_kind_are_right(tmp_path) -> None:
 # Compiling ahead.
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled under the interpreter"
 )

@@ -21,6 +21,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the outer process starts the inner one")
+@pytest.mark.slow
 def test_under_the_interpreter() -> None:
     run_inside(__file__)
 
