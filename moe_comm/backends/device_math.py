@@ -94,7 +94,7 @@ def partial_sums(
         out: [M, D] in y's dtype.
     """
     if y.is_cuda and y.dtype in _KERNEL_DTYPES and weights.dtype == torch.float32:
-        from moe_comm.kernels.combine import partial_sums as on_cuda
+        from moe_comm.kernels.partial_sums import partial_sums as on_cuda
 
         on_cuda(y.contiguous(), position, weights, weights_applied=weights_applied, out=out)
     elif y.device.type == "cpu":
@@ -125,7 +125,7 @@ def fold(
         out: [T, D].
     """
     if terms.is_cuda and out.dtype in _KERNEL_DTYPES:
-        from moe_comm.kernels.combine import fold as on_cuda
+        from moe_comm.kernels.partial_sums import fold as on_cuda
 
         rows = wire.dequantize(terms, scales, form)
         on_cuda(rows, who.to(torch.int32), bias=_bias_sum(biases, out), out=out)
