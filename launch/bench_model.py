@@ -269,12 +269,7 @@ def _document(bench: Bench, shape: EPConfig, started: datetime.datetime) -> dict
 
 def main() -> None:
     """Entry point of a rank."""
-    try:
-        code = command.main(standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        code = error.exit_code
-    spawn.leave(code)
+    spawn.run_command(command)
 
 
 if __name__ == "__main__":

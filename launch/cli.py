@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import sys
 
 import click
 
-from moe_comm.launch.spawn import die_with_parent, leave
+from moe_comm.launch.spawn import die_with_parent, run_command
 
 # name -> (module, one line for --help). Modules are imported only when their command is called or
 # asked for help, so that `moe-bench --help` and a typo answer at once.
@@ -62,15 +61,7 @@ def main() -> None:
     """Entry point. Exit codes: 0 right, 1 wrong data, 2 usage or an input file, 3 this
     environment cannot, 124 a timeout or a lost rank, 130 interrupted."""
     die_with_parent()
-    try:
-        code = cli.main(standalone_mode=False)
-    except click.exceptions.Abort:
-        print("interrupted", file=sys.stderr)
-        code = 130
-    except click.ClickException as error:
-        error.show()
-        code = error.exit_code
-    leave(code)
+    run_command(cli)
 
 
 if __name__ == "__main__":

@@ -214,12 +214,7 @@ def _report(store: Store, left: list[str]) -> None:
 
 def main() -> None:
     """Entry point."""
-    try:
-        code = command.main(standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    sys.exit(code if isinstance(code, int) else 0)
+    spawn.run_command(command)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import click
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from moe_comm.config import EPConfig
-from moe_comm.launch import results
+from moe_comm.launch import results, spawn
 from moe_comm.launch.options import (
     BadInput,
     CannotRun,
@@ -236,12 +236,7 @@ def _document(num_ranks: int) -> dict[str, Any]:
 
 def main() -> None:
     """Entry point."""
-    try:
-        code = command.main(standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    sys.exit(code if isinstance(code, int) else 0)
+    spawn.run_command(command)
 
 
 if __name__ == "__main__":

@@ -196,12 +196,7 @@ def _writer(document: dict[str, Any], out: str | None) -> Callable[[Soak, bool],
 def main() -> None:
     """Entry point of a rank."""
     spawn.die_with_parent()
-    try:
-        code = command.main(standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    spawn.leave(code)
+    spawn.run_command(command)
 
 
 if __name__ == "__main__":

@@ -226,13 +226,7 @@ def _names(document: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Entry point of a rank."""
-    try:
-        code = command.main(standalone_mode=False)
-    except click.ClickException as error:
-        if os.environ.get("RANK", "0") == "0":
-            error.show()
-        sys.exit(error.exit_code)
-    spawn.leave(code)
+    spawn.run_command(command, quiet_ranks=True)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
+import click
+
 PARENT_VARIABLE = "MOE_BENCH_PARENT"
 # Key in the store: the rank that was lost first.
 LOST_RANK_KEY = "moe_bench/lost_rank"
@@ -217,3 +219,22 @@ def end_at_once(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def run_command(command: click.Command, *, quiet_ranks: bool = False) -> NoReturn:
+    """Run a command on the arguments of this process and end with its exit code.
+
+    Args:
+        command: whose callback returns the code (None: 0), or raises a ClickException with it.
+        quiet_ranks: an error is the same on every rank, so rank 0 alone shows it.
+    """
+    try:
+        code = command.main(standalone_mode=False)
+    except click.exceptions.Abort:
+        print("interrupted", file=sys.stderr)
+        code = INTERRUPTED
+    except click.ClickException as error:
+        if not quiet_ranks or os.environ.get("RANK", "0") == "0":
+            error.show()
+        code = error.exit_code
+    leave(code)

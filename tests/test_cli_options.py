@@ -109,3 +109,38 @@ def test_entry_point_returns_the_exit_code():
     assert done.stdout == ""
     assert "kimi-k3" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("rank", "outcome", "code", "said"),
+    [
+        (0, "None", 0, ""),
+        (0, "7", 7, ""),
+        (0, "click.UsageError('no such flag')", 2, "no such flag"),
+        (1, "click.UsageError('no such flag')", 2, ""),
+        (1, "KeyboardInterrupt()", 130, "interrupted"),
+    ],
+)
+def test_a_command_ends_with_its_exit_code(rank, outcome, code, said):
+    program = (
+        "import click\n"
+        "from moe_comm.launch import spawn\n"
+        "@click.command()\n"
+        "def command():\n"
+        f"    outcome = {outcome}\n"
+        "    if isinstance(outcome, BaseException):\n"
+        "        raise outcome\n"
+        "    return outcome\n"
+        "spawn.run_command(command, quiet_ranks=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "RANK": str(rank)},
+        timeout=60,
+    )
+    assert done.returncode == code
+    assert done.stdout == ""
+    assert said in done.stderr
+    assert bool(done.stderr.strip()) == bool(said)
