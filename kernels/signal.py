@@ -12,9 +12,9 @@ every rank. It waits for row 0 plus that number, so row 0 must not change while 
 later call on the slot settles it. Counts are compared as (seen - wanted) < 0, so they may wrap.
 
 Every call releases at least one channel on the calls' own stream, and all ranks do so in one order.
-Copies run beside it, so what they carry is released on the channels ROWS and COPIES at any later
-time; the call has told of itself on the main stream before, by DISPATCH or ANNOUNCE. Whether a rank
-is in another call is therefore judged by main-stream channels alone.
+Copies run beside it, so what they carry is released on the channel ROWS at any later time; the call
+has told of itself on the main stream before, by DISPATCH. Whether a rank is in another call is
+therefore judged by main-stream channels alone.
 
 `status`, int32 [STATUS_WORDS], private: bits, channel + 1 of the first failure, peer, seen, wanted,
 channel of the peer's unexpected release + 1. After it, an int64 address: of as many words in host
@@ -30,18 +30,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Phases of a slot. COMBINE and COPIES are the first of MAX_CHUNKS phases each, one a chunk of a
-# combine by stores or by copies; a combine by copies releases ANNOUNCE as well. A dispatch settles
-# all of these at once, COMBINE_PHASES in number: a power of two.
+# Phases of a slot. COMBINE is the first of MAX_CHUNKS phases, one a chunk of a combine. A dispatch
+# settles all of these at once: a power of two.
 DISPATCH = 0
 ROWS = 1
 RELEASE = 2
 COMBINE = 3
-MAX_CHUNKS = 7
-ANNOUNCE = COMBINE + MAX_CHUNKS
-COPIES = ANNOUNCE + 1
-COMBINE_PHASES = 16
-NUM_PHASES = COMBINE + COMBINE_PHASES
+MAX_CHUNKS = 8
+NUM_PHASES = COMBINE + MAX_CHUNKS
 
 # StatusBit of moe_comm.status; a test holds the two together.
 INVALID_ID = tl.constexpr(1)
@@ -55,8 +51,6 @@ STATUS_WORDS = 8
 
 _ROWS = tl.constexpr(ROWS)
 _DISPATCH = tl.constexpr(DISPATCH)
-_ANNOUNCE = tl.constexpr(ANNOUNCE)
-_COPIES = tl.constexpr(COPIES)
 _NUM_PHASES = tl.constexpr(NUM_PHASES)
 _STATUS_WORDS = tl.constexpr(STATUS_WORDS)
 
@@ -259,11 +253,9 @@ def _store_failure(words_ptr, peer, seen, want, other):
 
 @triton.jit
 def announcing(channel):
-    """The channel by which the main stream tells of a release on `channel`: another one where
-    copies do the releasing, else `channel` itself."""
-    phase = channel % _NUM_PHASES
-    by = tl.where(phase == _ROWS, _DISPATCH, tl.where(phase >= _COPIES, _ANNOUNCE, phase))
-    return channel - phase + by
+    """The channel by which the main stream tells of a release on `channel`: DISPATCH for ROWS, else
+    `channel` itself."""
+    return tl.where(channel % _NUM_PHASES == _ROWS, channel - _ROWS + _DISPATCH, channel)
 
 
 @triton.jit

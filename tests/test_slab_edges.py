@@ -21,40 +21,6 @@ def test_high_throughput_combine_where_rows_and_bucket_are_odd(wire) -> None:
 
 
 @inside
-def test_staging_lives_until_the_receive_half(monkeypatch) -> None:
-    import weakref
-
-    from moe_comm.calls import check_combine
-
-    world = _world(2, "high-throughput", chunk=4)
-    got = world.dispatch(world.inputs((9, 3), torch.Generator().manual_seed(16)))
-    made, empty = [], torch.empty
-
-    def recorded(*shape, **options):
-        tensor = empty(*shape, **options)
-        if options.get("dtype") == torch.uint8:
-            made.append(weakref.ref(tensor))
-        return tensor
-
-    monkeypatch.setattr(torch, "empty", recorded)
-    calls = [
-        check_combine(
-            world.config, CPU, 2, torch.zeros(d.row_index.shape[0], 48, dtype=torch.bfloat16),
-            d.handle, layout="expert", weights_applied=False, bias=None, out=None,
-            num_expert_rows=d.row_index.shape[0],
-        )
-        for d in got
-    ]  # fmt: skip
-    for engine, call in zip(world.engines, calls, strict=True):
-        engine.combine(call, send=True, receive=False)
-    assert len(made) == 2
-    assert all(ref() is not None for ref in made)
-    for engine, call in zip(world.engines, calls, strict=True):
-        engine.combine(call, send=False, receive=True)
-    assert all(ref() is None for ref in made)
-
-
-@inside
 def test_ids_beyond_32_bits_count_as_masked() -> None:
     from moe_comm.backends.reference import RankInput
     from moe_comm.status import StatusBit

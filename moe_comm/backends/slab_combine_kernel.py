@@ -20,16 +20,13 @@ class Buffers(NamedTuple):
     where memory is short, that is found out while nothing has been sent.
 
     Fields: y without gaps; out, and target, which is out without gaps; the sum of the biases, or
-    None; staging, uint8 [R, bytes], where copies are taken from, with its _staging_table, or None;
-    the handle of the stream that sends.
+    None; the handle of the stream that sends.
     """
 
     y: Tensor
     out: Tensor
     target: Tensor
     bias: Tensor | None
-    staging: Tensor | None
-    table: tuple[Tensor, int, int] | None
     stream: int
 
 
@@ -38,36 +35,26 @@ class CombineKernel(PutLaunches):
 
     def _combine_kernel(
         self, call: CombineCall, plan: Plan, *, send: bool, receive: bool,
-        staging: tuple[Tensor, int, int] | None = None, staged: Staged | None = None,
-        chunk: int | None = None,
+        staged: Staged | None = None,
     ) -> None:  # fmt: skip
-        """Partial sums and final sum. With `staging` (_staging_table), one chunk's partial sums go
-        there instead of to the peers, and only the first of them releases anything: that this call
-        was issued. With `staged` they wait there to be put, and nothing is released."""
+        """Partial sums and final sum. With `staged` the partial sums wait there to be put, and
+        nothing is released."""
         from moe_comm.kernels.combine import _combine_kernel
-        from moe_comm.kernels.signal import ANNOUNCE, COMBINE, COPIES
 
         handle, bucket, number = call.handle, call.handle.bucket, call.handle.slot
         buffers: Buffers = call.prepared
         bias = buffers.bias if receive else None
         form = self._combine_form(
             plan, bucket, buffers.y.dtype, layout=call.layout, applied=call.weights_applied,
-            biased=bias is not None, announces=staging is not None and not chunk,
-            releases=send and staging is None and staged is None, send=send, receive=receive,
+            biased=bias is not None, releases=send and staged is None, send=send, receive=receive,
         )  # fmt: skip
-        tokens = bucket if chunk is None else -(-bucket // plan.combine_chunks)
-        remote_items = tokens * (self.num_ranks - 1) * form.blocks
-        programs = min(max(remote_items, 1), plan.combine_send_programs)
-        senders = programs if send else 0
-        receivers = 0
-        if receive:
-            rows = min(handle.num_rows, tokens)
-            receivers = min(max(rows * form.blocks, 1), plan.combine_receive_programs)
-        phase = COMBINE if plan.combine_mode == "low-latency" else COPIES
-        if staging is not None:
-            phase = ANNOUNCE
-            peers, rows_at, scales_at = staging
-        elif staged is not None:
+        chunk_tokens = plan.combine_tokens(bucket)
+        units = chunk_tokens * form.blocks
+        senders = units * max(self.num_ranks - 1, 1)
+        items = plan.combine_chunks * ((senders if send else 0) + (units if receive else 0))
+        # Fewer programs than items stay for several, and so must all run at once.
+        programs = min(items, plan.combine_programs or items)
+        if staged is not None:
             peers = staged.table
             rows_at, scales_at = staged.offset("combine_rows"), staged.offset("combine_scales")
         else:
@@ -83,35 +70,34 @@ class CombineKernel(PutLaunches):
         )
         given = (
             buffers.y, bias if bias is not None else buffers.target, buffers.target, peers, rows_at,
-            scales_at, self._channel(number, phase), handle.num_rows, chunk or 0,
-            1 if chunk is not None else plan.combine_chunks, senders,
-            programs if form.options["DIRECT"] else 1,
+            scales_at, handle.num_rows, chunk_tokens, items,
+            senders if form.options["DIRECT"] else 1,
         )  # fmt: skip
-        launch(_combine_kernel, senders + receivers, places, form, given)
+        launch(_combine_kernel, programs, places, form, given)
 
     def _combine_places(self, number: int, bucket: int, dtype: torch.dtype) -> Places:
         """The kernel's arguments that a slot's calls of this bucket have in common."""
         from moe_comm.kernels.combine import _combine_kernel
-        from moe_comm.kernels.signal import DISPATCH
+        from moe_comm.kernels.signal import COMBINE, DISPATCH
 
         slot = self._slots[number]
         partials, scales = self._returned(number, bucket, dtype)
         return Places(
-            _combine_kernel, 12,
+            _combine_kernel, 10,
             order_ptr=slot.order, order_weights_ptr=slot.order_weights,
             order_count_ptr=slot.order_count, fold_rank_ptr=slot.fold_rank,
             fold_count_ptr=slot.fold_count, alive_ptr=self.alive, peers_ptr=self.memory.peers,
             partials_ptr=partials,
             partial_scales_ptr=scales if scales is not None else self._empty,
             flags_offset=self.memory.regions.offsets["flags"], flags_ptr=self.flags,
-            state_ptr=self.state, status_ptr=self.status,
+            state_ptr=self.state, status_ptr=self.status, channel=self._channel(number, COMBINE),
             dispatch_channel=self._channel(number, DISPATCH), rank=self.rank, bucket=bucket,
             timeout_ns=self._wait_ns,
         )  # fmt: skip
 
     def _combine_form(
         self, plan: Plan, bucket: int, dtype: torch.dtype, *, layout: str, applied: bool,
-        biased: bool, announces: bool, releases: bool, send: bool, receive: bool,
+        biased: bool, releases: bool, send: bool, receive: bool,
     ) -> Form:  # fmt: skip
         def make() -> Form:
             config, wire, hidden = self.config, self.config.return_wire, self.config.hidden
@@ -126,15 +112,11 @@ class CombineKernel(PutLaunches):
                 WIRE=WIRE_CODE[wire.name], GROUP=wire.group or block, VALUE_BYTES=value.itemsize,
                 ROWS_LAYOUT=layout == "rows", APPLIED=applied,
                 ROW_ALIGN=alignment(hidden * value.itemsize), HAS_BIAS=biased,
-                CHUNKS=plan.combine_chunks, ANNOUNCE=announces, RELEASE_AFTER=releases,
-                DIRECT=plan.combine_mode == "low-latency" and self._tells_directly, SEND=send,
-                RECEIVE=receive, WAIT=plan.combine_mode == "low-latency", POLL=self._poll(warps),
-                num_warps=warps, **self._common,
+                CHUNKS=plan.combine_chunks, RELEASE_AFTER=releases,
+                DIRECT=plan.combine_chunks == 1 and self._tells_directly, SEND=send,
+                RECEIVE=receive, POLL=self._poll(warps), num_warps=warps, **self._common,
             )  # fmt: skip
             return Form(options, blocks=-(-hidden // block))
 
-        key = (
-            "combine form", bucket, dtype, layout, applied, biased, announces, releases, send,
-            receive,
-        )  # fmt: skip
+        key = ("combine form", bucket, dtype, layout, applied, biased, releases, send, receive)
         return self._kept(key, make)

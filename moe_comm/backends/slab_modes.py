@@ -11,16 +11,19 @@ MODES = ("auto", "low-latency", "high-throughput")
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a call launches. `mode` and `combine_mode`: "low-latency" or "high-throughput";
-    `*_programs`: the most programs of each role; `*_chunks`: pieces whose transfer overlaps."""
+    """What a call launches. `mode` of the dispatch: "low-latency" or "high-throughput";
+    `*_programs`: the most programs, of a role in dispatch; `*_chunks`: pieces whose transfer
+    overlaps."""
 
     mode: str
-    combine_mode: str
     dispatch_programs: int
     dispatch_chunks: int
-    combine_send_programs: int
-    combine_receive_programs: int
+    combine_programs: int
     combine_chunks: int
+
+    def combine_tokens(self, bucket: int) -> int:
+        """Tokens of a chunk of combine; the last may have fewer."""
+        return max(1, -(-bucket // self.combine_chunks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +33,9 @@ class SlabTuning:
 
     Attributes:
         mode: "low-latency", "high-throughput", or "auto" by the bucket.
-        copy_from_bytes, combine_copy_from_bytes: bytes to one peer from which dispatch and combine
-            take copies instead of stores.
+        copy_from_bytes: bytes to one peer from which dispatch takes copies instead of stores.
+        combine_programs: the most programs of a combine; 0: as many as there is work for. Others
+            must all run at once, so at most one a multiprocessor is safe.
         combine_chunk_tokens: tokens of one combine chunk.
         combine_few: programs up to which a combine takes smaller blocks to have more of them.
         direct_ranks: up to this many ranks each program of a low-latency call tells every rank
@@ -44,16 +48,14 @@ class SlabTuning:
 
     mode: str = "auto"
     copy_from_bytes: int = 12 << 20
-    combine_copy_from_bytes: int = 12 << 20
     dispatch_block: int = 4096
     dispatch_warps: int = 8
     dispatch_programs: int = 1056
     dispatch_chunks: int = 2
     combine_block: int = 4096
     combine_warps: int = 8
-    combine_send_programs: int = 1056
-    combine_receive_programs: int = 1056
-    combine_chunk_tokens: int = 2048
+    combine_programs: int = 0
+    combine_chunk_tokens: int = 512
     combine_few: int = 256
     combine_unroll: int = 0
     direct_ranks: int = 8
@@ -84,19 +86,11 @@ class SlabTuning:
         if mode == "auto":
             to_peer = bucket * config.wire.row_bytes(config.hidden)
             mode = "high-throughput" if to_peer >= self.copy_from_bytes else "low-latency"
-        combine_mode = self.mode
-        if combine_mode == "auto":
-            back = bucket * config.return_wire.row_bytes(config.hidden)
-            combine_mode = (
-                "high-throughput" if back >= self.combine_copy_from_bytes else "low-latency"
-            )
         chunks = max(1, min(MAX_CHUNKS, bucket // self.combine_chunk_tokens))
         return Plan(
             mode=mode,
-            combine_mode=combine_mode,
             dispatch_programs=self.dispatch_programs,
             dispatch_chunks=self.dispatch_chunks,
-            combine_send_programs=self.combine_send_programs,
-            combine_receive_programs=self.combine_receive_programs,
+            combine_programs=self.combine_programs,
             combine_chunks=chunks,
         )
