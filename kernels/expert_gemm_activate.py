@@ -45,7 +45,7 @@ def activate(gate, up, KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
         return g * tl.sigmoid(A * g) * (u + 1.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _activate_rows_kernel(
     gate_up,
     out,
@@ -55,12 +55,17 @@ def _activate_rows_kernel(
     A: tl.constexpr,
     B: tl.constexpr,
     BLOCK: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
 ):
-    """gate_up [rows, 2 * width] -> out [rows, width]; rows from the device scalar `num_rows`.
+    """gate_up [rows, 2 * width] -> out [rows, width]; `num_rows` of them, or, ON_DEVICE, as many as
+    the scalar at `num_rows` says.
 
     Example: width 2, swiglu, a row [0, 1, 5, 2] -> [0 * sigmoid(0) * 5, sigmoid(1) * 2].
     """
-    rows = tl.load(num_rows)
+    if ON_DEVICE:
+        rows = tl.load(num_rows)
+    else:
+        rows = num_rows
     columns = tl.cdiv(width, BLOCK)
     for tile in range(tl.program_id(0), rows * columns, tl.num_programs(0)):
         row = (tile // columns).to(tl.int64)
@@ -74,13 +79,13 @@ def _activate_rows_kernel(
 
 
 def activate_rows(
-    gate_up: Tensor, num_rows: Tensor, *, activation: Activation = SITU, out: Tensor
+    gate_up: Tensor, num_rows: Tensor | int, *, activation: Activation = SITU, out: Tensor
 ) -> Tensor:
-    """One pass over rows whose number only the device knows.
+    """One pass over rows.
 
     Args:
         gate_up: bfloat16 [capacity, 2 I], gate first.
-        num_rows: int32 scalar or [1] on the device, at most capacity.
+        num_rows: at most capacity; int32 scalar or [1] on the device where only that knows it.
         out: bfloat16 [capacity, I]; rows from num_rows on are not written.
     """
     capacity, width = gate_up.shape[0], out.shape[1]
@@ -92,6 +97,7 @@ def activate_rows(
     block = min(1024, triton.next_power_of_2(width))
     programs = min(max(capacity, 1) * triton.cdiv(width, block), 4096)
     _activate_rows_kernel[(programs,)](
-        gate_up, out, num_rows, width, KIND=kind, A=a, B=b, BLOCK=block
-    )
+        gate_up, out, num_rows, width, KIND=kind, A=a, B=b, BLOCK=block,
+        ON_DEVICE=isinstance(num_rows, Tensor),
+    )  # fmt: skip
     return out

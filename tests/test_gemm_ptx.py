@@ -220,7 +220,7 @@ def test_passes_over_rows_compile_for_hopper(monkeypatch, wire):
     found = {}
 
     def launch(self, *args, grid, warmup, **options):
-        found[self.__name__] = compile_launch(self, args, options).asm["ptx"]
+        found[self.__name__, len(found)] = compile_launch(self, args, options).asm["ptx"]
 
     monkeypatch.setattr(JITFunction, "run", launch)
     rows = torch.zeros(2, 8, 3584, dtype=torch.bfloat16)
@@ -232,8 +232,11 @@ def test_passes_over_rows_compile_for_hopper(monkeypatch, wire):
     index, last = torch.zeros(9, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     gather_rows(rows, scales, index, last, out=torch.zeros(9, 3584, dtype=torch.bfloat16))
     gate_up = torch.zeros(9, 6144, dtype=torch.bfloat16)
-    activate_rows(gate_up, last, out=torch.zeros(9, 3072, dtype=torch.bfloat16))
-    for name, ptx in found.items():
+    hidden = torch.zeros(9, 3072, dtype=torch.bfloat16)
+    for num_rows in (last, 9):
+        activate_rows(gate_up, num_rows, out=hidden)
+    assert len(found) == 3
+    for (name, _), ptx in found.items():
         # Rows are read and written 16 bytes a thread, or 8 where a row is half as wide.
         wide = ".v2.b32" if wire != "bf16" and "gather" in name else ".v4.b32"
         assert f"ld.global{wide}" in ptx, name

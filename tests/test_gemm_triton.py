@@ -218,18 +218,20 @@ def test_interp_tails():
 
 
 @interpreted
-def test_interp_activation_pass():
+@pytest.mark.parametrize("num_rows", [5, 1, torch.tensor([5], dtype=torch.int32)])
+def test_interp_activation_pass(num_rows):
     from moe_comm.kernels.expert_gemm_activate import activate_rows
     from moe_comm.kernels.situ import activate_torch
 
     generator = torch.Generator().manual_seed(4)
     gate_up = (torch.randn(7, 2 * 70, generator=generator) * 6).bfloat16()
     out = torch.full((7, 70), torch.nan, dtype=torch.bfloat16)
-    activate_rows(gate_up, torch.tensor([5], dtype=torch.int32), out=out)
-    wanted = activate_torch(gate_up[:5, :70].float(), gate_up[:5, 70:].float())
+    activate_rows(gate_up, num_rows, out=out)
+    rows = int(num_rows)
+    wanted = activate_torch(gate_up[:rows, :70].float(), gate_up[:rows, 70:].float())
     # Truncation to bfloat16 (the interpreter's) is one unit, 2 U, at most.
-    torch.testing.assert_close(out[:5].float(), wanted, rtol=2.0**-7, atol=1e-6)
-    assert out[5:].isnan().all()
+    torch.testing.assert_close(out[:rows].float(), wanted, rtol=2.0**-7, atol=1e-6)
+    assert out[rows:].isnan().all()
 
 
 @interpreted

@@ -122,10 +122,8 @@ def _situ_on_gpu(gate_up: torch.Tensor, *, beta: float, linear_beta: float) -> t
     from moe_comm.kernels.situ import Activation
 
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    # The count lives on the device there; filling it, unlike copying it, can be captured.
-    count = torch.full((1,), rows, dtype=torch.int32, device=gate_up.device)
     out = gate_up.new_empty(rows, width)
     if not rows:
         return out
     activation = Activation(kind="situ", beta=beta, linear_beta=linear_beta)
-    return activate_rows(gate_up, count, activation=activation, out=out)
+    return activate_rows(gate_up, rows, activation=activation, out=out)
