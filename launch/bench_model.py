@@ -36,7 +36,8 @@ DEFINITIONS = {
     ),
     "moe_layer, overlap": (
         "one MoE layer; moe_layer: as the model launches it, overlap: in the other ways, said by "
-        "variant. All times are the median of the slowest rank, pooled over turns. layer_us: the "
+        "variant. All times are the median of the slowest rank; where captured, a sample is the "
+        "tenth of the time between events around ten calls in a row in one graph. layer_us: the "
         "layer; one_stream_us: the layer in sequence on one stream; without_us: its launches but "
         "dispatch and combine, in sequence; own_comm_us: dispatch and combine in this variant's "
         "halves and streams, without the shared experts; own_shared_us: the shared experts on "
@@ -44,10 +45,9 @@ DEFINITIONS = {
         "together, without the routed experts; comm_us, shared_us: the shortest own_comm_us and "
         "own_shared_us of all variants, so that what a variant slows down counts against it. "
         "hidden = 1 - (both_us - shared_us) / comm_us; saved_in_layer = "
-        "(one_stream_us - layer_us) / comm_us, above 1 where the shared experts also run beside "
-        "the routed ones; hidden_in_layer = 1 - (layer_us - without_us) / comm_us, where "
-        "without_us has no rank that waits for the other's routed experts, so that the difference "
-        "of their times counts as not hidden"
+        "(one_stream_us - layer_us) / comm_us, in which waits for another rank's routed experts "
+        "count as well; hidden_in_layer = 1 - (layer_us - without_us) / comm_us, where without_us "
+        "has no such waits, so that the difference of the ranks' times counts as not hidden"
     ),
     "timeline": (
         "kernels of both_us on the first rank in a captured call of their own, not of the timed "
@@ -86,7 +86,7 @@ DEFINITIONS = {
 @click.option("--batches", default="1,32,128", show_default=True)
 @click.option("--contexts", default="1024,4096,16384,65536,262144", show_default=True)
 @click.option("--context-requests", type=click.IntRange(1), default=8, show_default=True)
-@click.option("--overlap-tokens", type=click.IntRange(1), default=128, show_default=True)
+@click.option("--overlap-tokens", default="128", show_default=True, help="Comma list.")
 @click.option("--timeline/--no-timeline", default=False, show_default=True, help="Of overlaps.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cuda", show_default=True)
 @click.option("--backend", default="auto", show_default=True)
@@ -137,7 +137,7 @@ def _options(given: dict[str, Any]) -> Options:
         batches=_numbers(given["batches"], "--batches"),
         contexts=_numbers(given["contexts"], "--contexts"),
         context_requests=given["context_requests"],
-        overlap_tokens=given["overlap_tokens"],
+        overlap_tokens=_numbers(given["overlap_tokens"], "--overlap-tokens"),
         timeline=given["timeline"],
         backend=given["backend"],
         implementation=None if experts == "auto" else experts,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from moe_comm.launch.results import Row
-from moe_comm.launch.timing import GRAPH_PAIRS, Statistics, time_calls
+from moe_comm.launch.timing import Statistics, time_calls
 from moe_comm.model.config import K3Config
 from moe_comm.model.layers.latent_moe import Experts
 
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FEWEST_SAMPLES = 3
+# Of Bench.timer's graphs.
+CALLS_IN_A_ROW = 10
 # Of a check: a prompt that ends inside a chunk, in a bucket that is timed as well, so that nothing
 # is compiled for it alone.
 CHECK_TOKENS, CHECK_BUCKET = 100, 128
@@ -41,7 +42,7 @@ class Options:
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     context_requests: int
-    overlap_tokens: int
+    overlap_tokens: tuple[int, ...]
     timeline: bool
     backend: str
     implementation: str | None
@@ -54,7 +55,7 @@ class Options:
     @property
     def most_tokens(self) -> int:
         """Tokens of the largest call on a rank."""
-        return max(self.prompt_tokens, *self.batches, self.overlap_tokens, CHECK_BUCKET)
+        return max(self.prompt_tokens, *self.batches, *self.overlap_tokens, CHECK_BUCKET)
 
     def config_at(self, ep: int, num_ranks: int) -> K3Config:
         """The model with as many experts as give a rank what it holds at this EP size."""
@@ -132,27 +133,28 @@ class Bench:
         return max(time.perf_counter() - start, 1e-6)
 
     def timer(self, call: Callable[[], object], *, graph: bool) -> Callable[[], list[float]]:
-        """What times the call each time it is called, on all ranks: microseconds of up to
-        GRAPH_PAIRS calls on this rank, from a graph that is captured here, once, or eager. For
-        calls that are timed in turns."""
-        iters = min(self.options.iters, GRAPH_PAIRS)
+        """What times the call each time it is called, on all ranks: one sample of this rank in
+        microseconds. For calls that are timed in turns.
+
+        Captured, here and once: CALLS_IN_A_ROW of them between two events, over their number, so
+        that no event stands between calls; one more goes ahead and absorbs the ranks' skew.
+        """
         if not graph:
-            return lambda: time_calls(call, self.ranks, iters=iters, warmup=1, graph=False)
-        # The first call absorbs the ranks' skew and is not counted.
-        marks = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(iters + 1)]
+            return lambda: time_calls(call, self.ranks, iters=1, warmup=1, graph=False)
+        start, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
 
         def marked() -> None:
             call()
-            for mark in marks[:-1]:
-                mark.record()
+            start.record()
+            for _ in range(CALLS_IN_A_ROW):
                 call()
-            marks[-1].record()
+            end.record()
 
         captured, _ = self.capture(marked, warm=call)
 
         def replayed() -> list[float]:
             self.replay(captured)
-            return [start.elapsed_time(end) * 1e3 for start, end in itertools.pairwise(marks)]
+            return [start.elapsed_time(end) * 1e3 / CALLS_IN_A_ROW]
 
         return replayed
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_comm.launch.model_checks import compare, compare_bits
 from moe_comm.launch.model_measure import Bench, Setup
 from moe_comm.launch.model_timeline import beside, timeline
-from moe_comm.launch.timing import GRAPH_PAIRS, Statistics
+from moe_comm.launch.timing import Statistics
 from moe_comm.model.layers.latent_moe import LatentMoe
 from moe_comm.model.layers.linear import linear
 from moe_comm.model.layers.multiprocessors import can_leave_free
@@ -25,115 +25,56 @@ from moe_comm.model.layers.norm import rms_norm
 from moe_comm.model.layers.overlap import FEW_TOKENS, Order, Overlap, Work
 from moe_comm.model.parallel import Parallel
 
-FREE = (0, 12, 20, 28, 36)
-# Two microseconds at 1.75 GHz: longer than the next node of a graph takes to begin.
-LAG_CYCLES = 3500
+# Multiprocessors left free beside dispatch and combine, for comparison with the model's own.
+FREE = ((0, 0), (20, 20), (20, 44), (20, 52), (36, 20), (36, 36))
 FIGURES = ("comm", "shared", "both", "layer")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to overlap. `settings` says in a row what it is; `base`: a stream on which everything
-    runs, forked from and joined to the current one, for its priority; `is_models`: the model's own.
-    """
+    """One way to overlap. `settings` says in a row what it is; `is_models`: the model's own."""
 
     settings: dict[str, Any]
     overlap: Overlap
-    base: torch.cuda.Stream | None = None
     is_models: bool = False
 
     @property
     def name(self) -> str:
-        """Example: "comm-aside leave_free=20"."""
+        """Example: "products-aside leave_free=20+36"."""
         parts = [f"{key}={value}" for key, value in self.settings.items() if key != "order"]
         return " ".join([self.settings["order"], *parts])
-
-    def placed(self, call: Callable[[], Any]) -> Any:
-        """call(), on the base stream where there is one."""
-        base = Overlap(stream=self.base)
-        base.fork()
-        with base.aside():
-            result = call()
-        base.join()
-        return result
 
 
 def variants(own: Overlap, device: torch.device, *, bucket: int) -> list[Variant]:
     """The model's own first, then all others that differ on this device in this bucket."""
-    settings: dict[str, Any] = {"order": str(own.order_in(bucket))}
-    if own.stream is not None:
-        settings |= {"priority": own.stream.priority, "leave_free": own.free_in(bucket)}
-    settings |= {"gate_first": True} if own.gate_first_in(bucket) else {}
-    found = [Variant(settings=settings, overlap=own, is_models=True)]
+    is_few = device.type == "cuda" and bucket <= FEW_TOKENS
+    tried = [own.order_in(bucket), *Order]
     if device.type != "cuda":
         # Without streams what is left is the order.
-        orders = [order for order in Order if order not in (own.order, Order.HALVES_ASIDE)]
-        return found + [
-            Variant(settings={"order": str(order)}, overlap=Overlap(order=order))
-            for order in orders
-        ]
-    count = torch.cuda.get_device_properties(device).multi_processor_count
-    free = own.free_in(bucket)
-    possible = range(count if can_leave_free(device) and bucket <= FEW_TOKENS else 0)
-    streams = {priority: torch.cuda.Stream(device, priority=priority) for priority in (0, -1)}
-    lag = torch.tensor([LAG_CYCLES], dtype=torch.int64, device=device)
-
-    def add(
-        order: Order,
-        *,
-        free: int = 0,
-        priority: int = -1,
-        gate_first: bool = False,
-        lags: bool = False,
-        base: int = 0,
-    ) -> None:
-        aside = order not in (Order.SEQUENCE, Order.HALVES)
-        settings: dict[str, Any] = {"order": str(order)}
-        if aside:
-            settings |= {"priority": priority, "leave_free": free}
-        settings |= {"gate_first": True} if gate_first else {}
-        settings |= {"lag_cycles": LAG_CYCLES} if lags else {}
-        settings |= {"base_priority": base} if base else {}
-        known = any(settings == variant.settings for variant in found)
-        if known or (free and free not in possible):
-            return
-        overlap = Overlap(
-            order=order,
-            stream=streams[priority] if aside else None,
-            leave_free=free,
-            gate_first=gate_first,
-            lag=lag if lags else None,
-        )
-        base_stream = torch.cuda.Stream(device, priority=base) if base else None
-        found.append(Variant(settings=settings, overlap=overlap, base=base_stream))
-
-    add(Order.SEQUENCE)
-    add(Order.HALVES)
-    for fewer in FREE:
-        add(Order.COMM_ASIDE, free=fewer)
-        if bucket <= FEW_TOKENS:
-            add(Order.COMM_ASIDE, free=fewer, gate_first=True)
-    add(Order.COMM_ASIDE, free=free, lags=True)
-    add(Order.COMM_ASIDE, free=free, priority=0)
-    add(Order.HALVES_ASIDE)
-    add(Order.HALVES_ASIDE, free=free)
-    add(Order.ROUTED_ASIDE, free=free)
-    add(Order.SHARED_ASIDE, free=free)
-    # The communication on the stream of higher priority, products on all multiprocessors.
-    add(Order.SHARED_ASIDE, priority=0, base=-1)
-    add(Order.SHARED_ASIDE, free=free, priority=0, base=-1)
-    add(Order.SHARED_CUT_ASIDE, free=free)
+        tried.remove(Order.HALVES_ASIDE)
+    found: list[Variant] = []
+    for order in tried:
+        aside = order in (Order.HALVES_ASIDE, Order.PRODUCTS_ASIDE)
+        leaves = is_few and order is Order.PRODUCTS_ASIDE and can_leave_free(device)
+        for free in (own.free_in(bucket), *FREE) if leaves else ((0, 0),):
+            settings: dict[str, Any] = {"order": str(order)}
+            if leaves:
+                settings["leave_free"] = "+".join(map(str, free))
+            if all(settings != variant.settings for variant in found):
+                stream = own.stream if aside else None
+                overlap = Overlap(order=order, stream=stream, leave_free=free)
+                found.append(Variant(settings=settings, overlap=overlap, is_models=not found))
     return found
 
 
 class Parts:
     """One MoE layer taken apart. Holds a slot of the communicator, whose rows stay readable, until
-    `done`."""
+    `done`. `num`: tokens of this rank, and bucket."""
 
-    def __init__(self, bench: Bench, setup: Setup) -> None:
+    def __init__(self, bench: Bench, setup: Setup, num: int) -> None:
         self.comm, model = setup.comm, setup.model
         self.layer = next(la.mlp for la in model.layers if isinstance(la.mlp, LatentMoe))
-        self.num = bench.options.overlap_tokens
+        self.num = num
         generator = torch.Generator(model.device).manual_seed(bench.ranks.rank)
         x = torch.randn(
             self.num, model.config.hidden_size, device=model.device, generator=generator
@@ -154,10 +95,10 @@ class Parts:
         whole = self._work(overlap)
         comm = dataclasses.replace(whole, first=lambda: self.z, rest=lambda part: part)
         return {
-            "comm": lambda: variant.placed(lambda: overlap.run(comm)),
+            "comm": lambda: overlap.run(comm),
             "shared": lambda: whole.rest(whole.first()),
-            "both": lambda: variant.placed(lambda: overlap.run(whole)),
-            "layer": lambda: variant.placed(lambda: self._layer(overlap)),
+            "both": lambda: overlap.run(whole),
+            "layer": lambda: self._layer(overlap),
         }
 
     def _work(self, overlap: Overlap) -> Work:
@@ -183,10 +124,18 @@ class Parts:
 
 
 def overlap(bench: Bench, setup: Setup) -> None:
-    """A row for each variant: `moe_layer` for the model's own, `overlap` for the others."""
+    """A row for each number of tokens and variant: `moe_layer` for the model's own, `overlap` for
+    the others."""
+    for num in bench.options.overlap_tokens:
+        if bench.in_time(f"overlaps of {num} tokens"):
+            _overlap_of(bench, setup, num)
+            bench.save(bench)
+
+
+def _overlap_of(bench: Bench, setup: Setup, num: int) -> None:
     graph = bench.options.graph and "capture" in setup.comm.capabilities
     with torch.inference_mode():
-        parts = Parts(bench, setup)
+        parts = Parts(bench, setup, num)
         tried = variants(parts.layer.overlap, setup.model.device, bucket=parts.num)
         for variant in tried:
             _check(bench, parts, variant, graph=graph)
@@ -217,7 +166,7 @@ def _time_in_turns(
                 for figure, call in parts.calls(variant).items():
                     timers[variant.name, figure] = bench.timer(call, graph=graph)
         mine: dict[tuple[str, str], list[float]] = {key: [] for key in timers}
-        for turn in range(-(-bench.options.iters // GRAPH_PAIRS)):
+        for turn in range(bench.options.iters):
             if turn == 0 or bench.in_time(f"turn {turn + 1} of overlaps"):
                 for key, timer in timers.items():
                     mine[key] += timer()
@@ -230,7 +179,7 @@ def _check(bench: Bench, parts: Parts, variant: Variant, *, graph: bool) -> None
     where two runs in sequence give the same; else within CHECK_BOUND. Collective."""
     sequence = Variant(
         settings={"order": str(Order.SEQUENCE)},
-        overlap=dataclasses.replace(variant.overlap, order=Order.SEQUENCE, lag=None),
+        overlap=dataclasses.replace(variant.overlap, order=Order.SEQUENCE),
     )
     in_sequence = parts.calls(sequence)["layer"]
     wanted, again = in_sequence().clone(), in_sequence().clone()

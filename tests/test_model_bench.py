@@ -40,9 +40,7 @@ def test_every_section(tmp_path):
     (layer,) = (row for row in rows if row["phase"] == "moe_layer")
     others = [row["params"] for row in rows if row["phase"] == "overlap"]
     assert layer["params"]["order"] == "halves"
-    assert {params["order"] for params in others} == {
-        "sequence", "comm-aside", "routed-aside", "shared-aside", "shared-cut-aside",
-    }  # fmt: skip
+    assert {params["order"] for params in others} == {"sequence", "products-aside"}
     for params in (layer["params"], *others):
         assert params["comm_us"] <= params["own_comm_us"]
         assert params["shared_us"] <= params["own_shared_us"]
@@ -73,10 +71,12 @@ def test_overlap_alone(tmp_path):
     """No port is built where none is timed."""
     target = tmp_path / "model.json"
     done = run(
-        target, "--ep-shapes", "64", "--layers", 2, "--sections", "overlap", "--overlap-tokens", 4,
+        target, "--ep-shapes", "64", "--layers", 2, "--sections", "overlap",
+        "--overlap-tokens", "4,8",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert {row["phase"] for row in read_json(target)["rows"]} == {"moe_layer", "overlap"}
+    found = {(row["phase"], row["num_tokens"]) for row in read_json(target)["rows"]}
+    assert found == {(phase, num) for phase in ("moe_layer", "overlap") for num in (4, 8)}
     assert "== overlap" in done.stderr
     assert "== ours" not in done.stderr
 

@@ -121,18 +121,15 @@ class LatentMoe:
             return rows.double() if self.numerics.batch_invariant else rows
 
         # A row's bits must not depend on how many there are.
-        free = 0 if self.numerics.batch_invariant else self.overlap.free_in(bucket)
-
-        gate_first = self.overlap.gate_first_in(bucket)
+        free = (0, 0) if self.numerics.batch_invariant else self.overlap.free_in(bucket)
 
         def first() -> torch.Tensor:
-            with leave_free(free, x.device):
-                return self.shared.gate(x) if gate_first else self.shared.hidden(x)
+            with leave_free(free[0], x.device):
+                return self.shared.hidden(x)
 
         def rest(part: torch.Tensor) -> torch.Tensor:
-            with leave_free(free, x.device):
-                hidden = self.shared.hidden_from(part, x) if gate_first else part
-                return linear(hidden, self.shared.down, self.numerics)
+            with leave_free(free[1], x.device):
+                return linear(part, self.shared.down, self.numerics)
 
         return Work(
             comm=comm,

@@ -78,28 +78,7 @@ class Mlp:
 
     def hidden(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden] to the activated intermediate [T, I]."""
-        return self._activated(linear(x, self.gate_up, self.numerics))
-
-    def gate(self, x: torch.Tensor) -> torch.Tensor:
-        """A part of `hidden`: [T, 2 I] of which the gate's columns are there, for hidden_from."""
-        width = self.down.shape[1]
-        both = x.new_empty(x.shape[0], 2 * width)
-        self._product_into(both[:, :width], x, self.gate_up[:width])
-        return both
-
-    def hidden_from(self, both: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """The rest of `hidden`, up to the order of summation; writes into `both`."""
-        width = self.down.shape[1]
-        self._product_into(both[:, width:], x, self.gate_up[width:])
-        return self._activated(both)
-
-    def _product_into(self, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
-        if self.numerics.batch_invariant:
-            out.copy_(linear(x, weight, self.numerics))
-        else:
-            torch.mm(x, weight.t(), out=out)
-
-    def _activated(self, both: torch.Tensor) -> torch.Tensor:
+        both = linear(x, self.gate_up, self.numerics)
         if both.is_cuda and both.dtype == torch.bfloat16:
             return _situ_on_gpu(both, beta=self.beta, linear_beta=self.linear_beta)
         gate, up = both.chunk(2, dim=-1)

@@ -1,12 +1,12 @@
 """In which order, and on which streams, a layer launches its communication and its shared experts.
 
 The two need nothing of each other: a first part of the shared experts can run beside dispatch, the
-rest beside combine. Whether they do is a matter of multiprocessors, not of streams. As a rule a
-product by cuBLAS on Hopper has a block on every multiprocessor, with all its registers: a call
-launched after it waits for its end. A combine of 128 tokens fills every multiprocessor with
-programs too (128 registers a thread, two programs each), half of which wait for other ranks: a
-product launched after it waits for all of them. So the product must be launched first, and leave
-some multiprocessors free (`leave_free`).
+rest beside combine. Whether they do is a matter of multiprocessors, not of streams. A product by
+cuBLAS on Hopper has a block on every multiprocessor, with all its registers: a call launched after
+it waits for its end. A call of few tokens fills every multiprocessor with programs too, some of
+which wait for other ranks: a product launched after it waits for all of them. So the product must
+be placed first, and leave multiprocessors free (`leave_free`), on which the call's programs take
+turns. With few tokens that costs a product little, since its bound is reading its weights.
 
 With many tokens it is the other way round: products are bound by arithmetic and last long, and what
 takes the time of a call are copies, which need no multiprocessor but begin behind a kernel that
@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -27,36 +27,28 @@ from moe_comm.communicator import Communicator
 from moe_comm.handle import Dispatched
 from moe_comm.model.layers.multiprocessors import can_leave_free
 
-# Default of Overlap.leave_free on a GPU, by reasoning: it leaves 112 of 132 multiprocessors, which
-# K3's down projection fills with tiles of 64 columns, while a combine has 40 programs at a time.
-# launch/bench_model.py, section overlap, measures others.
-LEAVE_FREE = 20
-# Buckets up to this one are few tokens: a product's bound is reading its weights, which fewer
-# multiprocessors can do as well.
+# Default of Overlap.leave_free on a GPU of 132 multiprocessors: of several numbers, those with
+# which K3's shared experts and their calls end first (launch/bench_model.py, section overlap). The
+# first product has 112 tiles then, the last one 92.
+LEAVE_FREE, OF = (20, 36), 132
+# Buckets up to this one are few tokens.
 FEW_TOKENS = 256
 
 
 class Order(enum.StrEnum):
     """What is launched when, and where. "Aside": on Overlap.stream, which is forked from the
-    current stream and joined to it.
+    current stream ahead of each pair of a call and a part, and joined to it after each.
 
     - SEQUENCE: dispatch, routed experts, combine, then the shared experts, on one stream.
     - HALVES: calls in halves on one stream, a part of the shared experts between them.
     - HALVES_ASIDE: the same with the halves aside.
-    - COMM_ASIDE: calls whole and aside, each behind the launch of a part of the shared experts.
-    - ROUTED_ASIDE: dispatch, routed experts and combine aside; the shared experts on the current
-      stream, both parts from the start.
-    - SHARED_ASIDE: the shared experts aside, both parts from the start.
-    - SHARED_CUT_ASIDE: the shared experts aside, the rest beside combine.
+    - PRODUCTS_ASIDE: the shared experts aside, each part launched ahead of its call.
     """
 
     SEQUENCE = "sequence"
     HALVES = "halves"
     HALVES_ASIDE = "halves-aside"
-    COMM_ASIDE = "comm-aside"
-    ROUTED_ASIDE = "routed-aside"
-    SHARED_ASIDE = "shared-aside"
-    SHARED_CUT_ASIDE = "shared-cut-aside"
+    PRODUCTS_ASIDE = "products-aside"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,59 +85,51 @@ class Work:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Overlap:
     """How a layer overlaps. Results are the same bits in every order; other kernels for products,
-    as leave_free and gate_first may bring about, sum in other orders.
+    as leave_free may bring about, sum in other orders.
 
     Attributes:
         order: see Order.
         order_of_many: the order in buckets above FEW_TOKENS; None: the same.
         stream: of what is aside; None: the current stream, where everything runs in the order it is
             launched in.
-        leave_free: multiprocessors that products of the shared experts leave free, in buckets up
-            to FEW_TOKENS (moe_comm.model.layers.multiprocessors).
-        gate_first: in buckets up to FEW_TOKENS the first part of the shared experts is the gate's
-            product alone, a third of their weights; else those of gate and up, two thirds.
-        lag: int64 [1] on the device: clock cycles for which the calls' stream waits ahead of each
-            call, so that the product beside it is placed first; None: not at all.
+        leave_free: multiprocessors that products of the shared experts leave free, beside dispatch
+            and beside combine, in buckets up to FEW_TOKENS
+            (moe_comm.model.layers.multiprocessors).
     """
 
     order: Order = Order.HALVES
     order_of_many: Order | None = None
     stream: torch.cuda.Stream | None = None
-    leave_free: int = 0
-    gate_first: bool = False
-    lag: torch.Tensor | None = None
+    leave_free: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
-        if self.leave_free < 0:
+        if min(self.leave_free) < 0:
             raise ValueError(f"leave_free: expected at least 0, got {self.leave_free}")
 
     @classmethod
     def default(cls, device: torch.device) -> Overlap:
-        """On a GPU COMM_ASIDE, and HALVES_ASIDE for many tokens; elsewhere halves, since there a
-        call's transfer is the host's or a library's own affair, and begins with its first half."""
+        """On a GPU PRODUCTS_ASIDE, and HALVES_ASIDE for many tokens; elsewhere halves, since there
+        a call's transfer is the host's or a library's own affair, and begins with its first
+        half."""
         if device.type != "cuda":
             return cls()
         count = torch.cuda.get_device_properties(device).multi_processor_count
-        # Of high priority: where a product did leave nothing free, a call's programs go ahead of
-        # the product's next ones.
+        first, rest = (free * count // OF for free in LEAVE_FREE)
+        # Of high priority, so that a product is placed ahead of the call that it runs beside.
         return cls(
-            order=Order.COMM_ASIDE,
+            order=Order.PRODUCTS_ASIDE,
             order_of_many=Order.HALVES_ASIDE,
             stream=torch.cuda.Stream(device, priority=-1),
-            leave_free=min(LEAVE_FREE, count // 6) if can_leave_free(device) else 0,
+            leave_free=(first, rest) if can_leave_free(device) else (0, 0),
         )
 
     def order_in(self, bucket: int) -> Order:
         """The order of a round in this bucket."""
         return self.order if bucket <= FEW_TOKENS else self.order_of_many or self.order
 
-    def free_in(self, bucket: int) -> int:
+    def free_in(self, bucket: int) -> tuple[int, int]:
         """Multiprocessors that products of the shared experts leave free in this bucket."""
-        return self.leave_free if bucket <= FEW_TOKENS else 0
-
-    def gate_first_in(self, bucket: int) -> bool:
-        """Whether the shared experts are cut behind the gate's product in this bucket."""
-        return self.gate_first and bucket <= FEW_TOKENS
+        return self.leave_free if bucket <= FEW_TOKENS else (0, 0)
 
     def run(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
         """(combined rows [T, L], shared experts' rows [T, D]), both ready on the current stream.
@@ -168,20 +152,7 @@ class Overlap:
 
     def aside(self) -> contextlib.AbstractContextManager[None]:
         """Enqueue aside what is launched inside."""
-        return _on(self.stream)
-
-    def hold(self) -> None:
-        """The lag, on the current stream."""
-        if self.lag is not None:
-            from moe_comm.kernels.delay import delay
-
-            delay(self.lag, 0)
-
-
-@contextlib.contextmanager
-def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-        yield
+        return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
 
 Rows = tuple[torch.Tensor, torch.Tensor]
@@ -218,58 +189,16 @@ def _halves_aside(overlap: Overlap, work: Work) -> Rows:
     return combined, shared
 
 
-def _comm_aside(overlap: Overlap, work: Work) -> Rows:
-    # The fork comes before the product, so that the call does not wait for it, and the launch after
-    # it, so that the product's blocks find their places first.
-    overlap.fork()
-    part = work.first()
-    with overlap.aside():
-        overlap.hold()
-        arrived = work.dispatch()
-    overlap.join()
-    rows = work.experts(arrived)
-    overlap.fork()
-    shared = work.rest(part)
-    with overlap.aside():
-        overlap.hold()
-        combined = work.combine(rows, arrived)
-    overlap.join()
-    return combined, shared
-
-
-def _routed_aside(overlap: Overlap, work: Work) -> Rows:
-    overlap.fork()
-    shared = work.rest(work.first())
-    with overlap.aside():
-        overlap.hold()
-        arrived = work.dispatch()
-        combined = work.combine(work.experts(arrived), arrived)
-    overlap.join()
-    return combined, shared
-
-
-def _shared_aside(overlap: Overlap, work: Work) -> Rows:
-    overlap.fork()
-    with overlap.aside():
-        shared = work.rest(work.first())
-    overlap.hold()
-    arrived = work.dispatch()
-    combined = work.combine(work.experts(arrived), arrived)
-    overlap.join()
-    return combined, shared
-
-
-def _shared_cut_aside(overlap: Overlap, work: Work) -> Rows:
+def _products_aside(overlap: Overlap, work: Work) -> Rows:
     overlap.fork()
     with overlap.aside():
         part = work.first()
-    overlap.hold()
     arrived = work.dispatch()
+    overlap.join()
     rows = work.experts(arrived)
     overlap.fork()
     with overlap.aside():
         shared = work.rest(part)
-    overlap.hold()
     combined = work.combine(rows, arrived)
     overlap.join()
     return combined, shared
@@ -279,8 +208,5 @@ _ORDERS: dict[Order, Callable[[Overlap, Work], Rows]] = {
     Order.SEQUENCE: _sequence,
     Order.HALVES: _halves,
     Order.HALVES_ASIDE: _halves_aside,
-    Order.COMM_ASIDE: _comm_aside,
-    Order.ROUTED_ASIDE: _routed_aside,
-    Order.SHARED_ASIDE: _shared_aside,
-    Order.SHARED_CUT_ASIDE: _shared_cut_aside,
+    Order.PRODUCTS_ASIDE: _products_aside,
 }
