@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
+import itertools
 import socket
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from moe_comm import env
+from moe_comm.bounded import run_bounded
+
+# For names: never the same number twice in a process.
+_numbers = itertools.count(1)
 
 
 class Group:
@@ -20,6 +28,7 @@ class Group:
         rank, num_ranks: this process and the size, inside the group.
         device: where this rank's tensors live.
         node_of_rank: for every rank, the index of its node (0, 1, ... in order of appearance).
+        name: equal on its ranks, and no other Group's.
 
     Construction is collective: ranks exchange their host names once.
     """
@@ -38,15 +47,26 @@ class Group:
         self.rank: int = dist.get_rank(self.pg)
         self.num_ranks: int = dist.get_world_size(self.pg)
         self.device = indexed(device) if device is not None else default_device(self.pg)
-        self.node_of_rank = self._find_nodes()
+        facts = self.all_gather((socket.gethostname(), new_number()))
+        self.node_of_rank = self._find_nodes([host for host, _ in facts])
+        self.name = self._named([number for _, number in facts])
 
-    def _find_nodes(self) -> tuple[int, ...]:
+    def _find_nodes(self, hosts: list[str]) -> tuple[int, ...]:
         per_node = env.NODE_RANKS.get()
         if per_node is not None:
             return tuple(rank // per_node for rank in range(self.num_ranks))
-        names = self.all_gather(socket.gethostname())
-        order = {name: index for index, name in enumerate(dict.fromkeys(names))}
-        return tuple(order[name] for name in names)
+        order = {host: index for index, host in enumerate(dict.fromkeys(hosts))}
+        return tuple(order[host] for host in hosts)
+
+    def _named(self, numbers: list[int]) -> str:
+        # Every rank's number grows from exchange to exchange, so the largest does.
+        return f"moe_comm/{self.pg.group_name}/{max(numbers)}"
+
+    def renamed(self, numbers: list[int]) -> Self:
+        """This group under a new name, from new_number() of all its ranks."""
+        other = copy.copy(self)
+        other.name = self._named(numbers)
+        return other
 
     @property
     def num_nodes(self) -> int:
@@ -74,6 +94,55 @@ class Group:
             dist.monitored_barrier(self.pg, timeout=datetime.timedelta(seconds=timeout_s))
         else:
             dist.barrier(self.pg)
+
+    def subgroup(
+        self, purpose: str, ranks: Sequence[int] | None = None, *, backend: str, timeout_s: float
+    ) -> dist.ProcessGroup:
+        """A process group of its own for `ranks` of these (default all), which keep their order.
+        Collective among them alone; end it with drop_group.
+
+        torch's new_group does not serve. As a call of some ranks it derives the name, under which
+        they meet, from the number of groups that each is in: where that differs between ranks they
+        wait for each other in vain, and where groups were destroyed the name comes again. As a call
+        of all ranks it needs those of the whole world, dead ones too.
+
+        Args:
+            purpose: unlike any other of this group's subgroups.
+            backend: as new_group has it.
+            timeout_s: of the meeting, and of what happens in the group.
+        """
+        world = dist.get_process_group_ranks(self.pg)
+        members = world if ranks is None else [world[rank] for rank in ranks]
+        pg: dist.ProcessGroup = c10d._new_process_group_helper(
+            len(members),
+            members.index(dist.get_rank()),
+            members,
+            dist.Backend(backend),
+            c10d._get_default_store(),
+            c10d.GroupName(f"{self.name}/{purpose}"),
+            timeout=datetime.timedelta(seconds=timeout_s),
+            group_desc=f"moe_comm {purpose}",
+        )[0]
+        c10d._world.pg_group_ranks[pg] = {rank: index for index, rank in enumerate(members)}
+        return pg
+
+
+def new_number() -> int:
+    """A number that this process has not used, larger than those before."""
+    return next(_numbers)
+
+
+def drop_group(pg: dist.ProcessGroup, *, timeout_s: float = 5.0) -> None:
+    """Destroy what subgroup() made. Not collective: others may be gone. Its threads and sockets end
+    with the last reference, so the caller gives up its own."""
+
+    def work() -> None:
+        # The caller may have destroyed torch.distributed before, and the group with it.
+        if pg in c10d._world.pg_map:
+            dist.destroy_process_group(pg)
+
+    # A backend may wait for its transfers, and those for ranks that are lost.
+    run_bounded(work, timeout_s=timeout_s, name="drop-group")
 
 
 def backend_for(pg: dist.ProcessGroup, device_type: str) -> str:

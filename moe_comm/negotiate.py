@@ -22,10 +22,11 @@ import torch.distributed as dist
 
 from moe_comm import backends, env
 from moe_comm.backends import Support
+from moe_comm.bounded import run_bounded
 from moe_comm.communicator import Communicator
 from moe_comm.config import EPConfig
 from moe_comm.errors import BackendUnavailableError, ConfigMismatchError
-from moe_comm.group import Group
+from moe_comm.group import Group, new_number
 from moe_comm.topology import Topology
 
 logger = logging.getLogger("moe_comm")
@@ -53,7 +54,7 @@ def create_communicator(
     asked = backend
     if asked == "auto":
         asked = env.BACKEND.get() or "auto"
-    _agree_on_config(config, asked, ranks)
+    ranks = _agree_on_config(config, asked, ranks)
     name, _, mode = asked.partition(":")
     if name != "auto" and name not in backends.MODULES:
         known = ", ".join(["auto", *backends.MODULES])
@@ -91,10 +92,11 @@ def supports(name: str, config: EPConfig, topology: Topology) -> Support:
     return verdict
 
 
-def _agree_on_config(config: EPConfig, asked: str, group: Group) -> None:
-    described = group.all_gather((asked, config.describe()))
-    wanted, first = described[0]
-    for rank, (other_asked, other) in enumerate(described):
+def _agree_on_config(config: EPConfig, asked: str, group: Group) -> Group:
+    """The group under a name of its own."""
+    described = group.all_gather((asked, config.describe(), new_number()))
+    wanted, first, _ = described[0]
+    for rank, (other_asked, other, _) in enumerate(described):
         if other_asked != wanted:
             raise ConfigMismatchError(
                 f"backend: rank 0 asks for {wanted!r}, rank {rank} for {other_asked!r}; give all "
@@ -106,6 +108,7 @@ def _agree_on_config(config: EPConfig, asked: str, group: Group) -> None:
                     f"config.{field}: rank 0 has {value!r}, rank {rank} has {other[field]!r}; all "
                     "ranks must be given the same EPConfig"
                 )
+    return group.renamed([number for _, _, number in described])
 
 
 def _try_backend(
@@ -116,14 +119,14 @@ def _try_backend(
         verdict = Support(
             False, f"no mode {mode!r}; it has {', '.join(verdict.modes) or 'no modes'}"
         )
-    reason = _first_failure(group.all_gather((verdict.ok, verdict.reason)))
+    reason = _failures(group.all_gather((verdict.ok, verdict.reason)))
     if reason:
         return None, reason
     module = backends.load(name)
     built, failure = _under_watchdog(
         lambda: module.build(config, group, mode or None), group, timeout_s=2 * config.wait_s
     )
-    reason = _first_failure(group.all_gather((built is not None, failure)))
+    reason = _failures(group.all_gather((built is not None, failure)))
     if reason:
         if built is not None:
             _drop(built, timeout_s=config.wait_s)
@@ -134,25 +137,22 @@ def _try_backend(
 def _drop(built: Communicator, *, timeout_s: float) -> None:
     """Give up what was built here alone. A backend whose destroy() meets the other ranks has an
     abandon() that does not."""
-    abandon = getattr(built, "abandon", built.destroy)
-
-    def work() -> None:
-        try:
-            abandon()
-        except Exception:  # the reason of the ranks that failed is told instead
-            logger.debug("a communicator that only some ranks built", exc_info=True)
-
-    thread = threading.Thread(target=work, name="moe_comm-drop", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
+    run_bounded(
+        getattr(built, "abandon", built.destroy), timeout_s=timeout_s, name="drop-communicator"
+    )
 
 
-def _first_failure(verdicts: list[tuple[bool, str]]) -> str:
+def _failures(verdicts: list[tuple[bool, str]]) -> str:
+    """Each reason once, with the first rank that gives it: where one rank fails, others may only
+    say that they waited for it."""
+    first: dict[str, int] = {}
     for rank, (ok, reason) in enumerate(verdicts):
         if not ok:
-            reason = reason or "it does not say why"
-            return f"{reason} (rank {rank})" if len(verdicts) > 1 else reason
-    return ""
+            first.setdefault(reason or "it does not say why", rank)
+    several = len(verdicts) > 1
+    return "; ".join(
+        f"{reason} (rank {rank})" if several else reason for reason, rank in first.items()
+    )
 
 
 # Reads the parent's module path first: a pickle names modules. Answers on a pipe of its own, since
@@ -226,21 +226,31 @@ def _under_watchdog(
     whose own constructor failed must not hang this one."""
     result: list[Communicator] = []
     failure: list[str] = []
+    given_up = False
+    lock = threading.Lock()
 
     def work() -> None:
         try:
             if group.device.type == "cuda":
                 # The current device is a thread's own.
                 torch.cuda.set_device(group.device)
-            result.append(build())
+            built = build()
         except BaseException as error:
             # Also a library's sys.exit(): the other ranks must hear of it.
             logger.debug("construction failed", exc_info=True)
             failure.append(f"{type(error).__name__}: {error}")
+            return
+        with lock:
+            if not given_up:
+                result.append(built)
+                return
+        _drop(built, timeout_s=timeout_s)
 
     thread = threading.Thread(target=work, name="moe_comm-build", daemon=True)
     thread.start()
     thread.join(timeout_s)
-    if thread.is_alive():
+    with lock:
+        given_up = not result and not failure
+    if given_up:
         return None, f"construction did not end within {timeout_s:g} s"
     return (result[0] if result else None), (failure[0] if failure else "")

@@ -34,10 +34,13 @@ from moe_comm.calls import CombineCall, DispatchCall
 from moe_comm.communicator import Communicator
 from moe_comm.config import EPConfig
 from moe_comm.errors import SlotError
-from moe_comm.group import Group, backend_for
+from moe_comm.group import Group, backend_for, drop_group
 from moe_comm.handle import DispatchHandle
 from moe_comm.status import Status, StatusBit
 from moe_comm.wire import WIRES, Wire
+
+# Of a group of survivors: as long as torch gives NCCL's.
+_MASKED_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,6 +59,7 @@ class C10dCommunicator(Communicator):
     def __init__(self, config: EPConfig, group: Group) -> None:
         super().__init__(config, group)
         self._ranks_alive = list(range(group.num_ranks))
+        self._own_pg: dist.ProcessGroup | None = None
         self._transport = self._connect(group.pg)
         self._slots = [Workspace(group.device) for _ in range(config.num_slots)]
         self._status = torch.zeros(1, dtype=torch.int32, device=group.device)
@@ -336,19 +340,28 @@ class C10dCommunicator(Communicator):
                 f"rank: expected one of the other live ranks {self._transport.others}, got {rank}"
             )
         self._ranks_alive.remove(rank)
-        world = dist.get_process_group_ranks(self.group.pg)
-        pg = dist.new_group(
-            [world[alive] for alive in self._ranks_alive],
+        pg = self.group.subgroup(
+            f"without {sorted({*range(self.num_ranks)} - {*self._ranks_alive})}",
+            self._ranks_alive,
             backend=self.group.backend_name,
-            use_local_synchronization=True,
+            timeout_s=_MASKED_TIMEOUT_S,
         )
-        assert pg is not None
+        self._drop_own_group()
+        self._own_pg = pg
         self._transport = self._connect(pg)
         alive = torch.zeros(self.num_ranks, dtype=torch.bool)
         alive[self._ranks_alive] = True
         self._router.alive = alive.to(self.device)
 
+    def _drop_own_group(self) -> None:
+        if self._own_pg is not None:
+            drop_group(self._own_pg)
+
     def _close(self) -> None:
+        self._transport.close()
+        self._drop_own_group()
+        # It would keep the group's threads and sockets.
+        del self._transport, self._own_pg
         for slot in self._slots:
             slot.clear()
 

@@ -6,14 +6,16 @@ what ranks are doing before any data moves. gloo itself sends an all_to_all in t
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_comm.backends.c10d_peers import Peers
 from moe_comm.backends.c10d_transport import Headers, Kind, Phase, Transfer, Transport
 from moe_comm.errors import PeerTimeoutError
 
@@ -25,6 +27,19 @@ class PointToPoint(Transport):
     """One message a peer, over gloo on the CPU."""
 
     has_headers = True
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        peers: Peers,
+        alive: Sequence[int],
+        wait_s: float,
+        count: Callable[[int, int], None],
+    ) -> None:
+        super().__init__(pg, peers, alive, wait_s, count)
+        # Of calls that nobody waits for too: a message whose receive is gone stops its connection,
+        # and everything else on it.
+        self._open: dict[_PeerTransfer, None] = {}
 
     def exchange_headers(
         self, phase: Phase, headers: Tensor, among: Sequence[int] | None = None
@@ -90,7 +105,21 @@ class PointToPoint(Transport):
                     failures[peer] = str(error)
         if failures:
             raise self._failure(phase, failures)
-        return _PeerTransfer(self, phase, works, (sends, recvs))
+        transfer = _PeerTransfer(self, phase, works, (sends, recvs))
+        self._open[transfer] = None
+        return transfer
+
+    def close(self) -> None:
+        """Wait for the messages under way, in all as long as a call would."""
+        for transfer in list(self._open):
+            if self.lost is None:
+                with contextlib.suppress(PeerTimeoutError):
+                    transfer.wait()
+        self._open.clear()
+
+    def closed(self, transfer: _PeerTransfer) -> None:
+        """Somebody waits for it."""
+        self._open.pop(transfer, None)
 
     def wait_all(self, phase: Phase, works: Sequence[tuple[int, dist.Work]]) -> None:
         """Wait for every message; after the first failure the rest is only asked for its state."""
@@ -135,5 +164,6 @@ class _PeerTransfer(Transfer):
     def wait(self) -> None:
         """See Transfer."""
         works, self.works = self.works, []
+        self.transport.closed(self)
         self.transport.wait_all(self.phase, works)
         self.held = None

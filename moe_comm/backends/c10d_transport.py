@@ -225,6 +225,9 @@ class Transport(abc.ABC):
         """Block the host until the device has come to the mark; the wait is bounded."""
         del phase, mark
 
+    def close(self) -> None:  # noqa: B027 - only gloo's messages need it
+        """Let go of what nobody has waited for."""
+
     def raise_if_lost(self) -> None:
         """A group that lost a rank stays lost: its connections are in an unknown state."""
         if self.lost is not None:

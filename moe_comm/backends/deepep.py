@@ -15,16 +15,12 @@ the CUDA context. timeout_s bounds V2's waits.
 
 from __future__ import annotations
 
-import datetime
-
-import torch.distributed as dist
-
 from moe_comm.backends import Support
 from moe_comm.backends import deepep_facts as facts
 from moe_comm.backends.deepep_base import DeepEPCommunicator
 from moe_comm.backends.deepep_transport import Transport
 from moe_comm.config import EPConfig
-from moe_comm.group import Group
+from moe_comm.group import Group, drop_group
 from moe_comm.topology import Topology
 
 
@@ -87,15 +83,18 @@ def build(config: EPConfig, group: Group, mode: str | None) -> DeepEPCommunicato
     if mode is None:
         limits = facts.mode_limits(config, group.num_ranks, group.num_nodes)
         mode = next(name for name in installed.modes if not limits[name])
-    pg = dist.new_group(
-        dist.get_process_group_ranks(group.pg),
+    pg = group.subgroup(
+        f"deepep {mode}",
         # V2 asks the group for its CUDA backend; objects go over gloo in both.
         backend="cpu:gloo,cuda:nccl" if mode == "v2" and group.device.type == "cuda" else "gloo",
-        timeout=datetime.timedelta(seconds=max(60.0, 4 * config.wait_s)),
-        use_local_synchronization=True,
+        timeout_s=max(60.0, 4 * config.wait_s),
     )
-    library = facts.import_library()
-    return DeepEPCommunicator(config, group, _transport(mode, config, group, pg, library))
+    try:
+        transport = _transport(mode, config, group, pg, facts.import_library())
+        return DeepEPCommunicator(config, group, transport, pg)
+    except BaseException:
+        drop_group(pg)
+        raise
 
 
 def _transport(mode: str, config: EPConfig, group: Group, pg: object, library: object) -> Transport:

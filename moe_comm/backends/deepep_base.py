@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moe_comm.backends import device_math
@@ -33,7 +34,7 @@ from moe_comm.calls import CombineCall, DispatchCall
 from moe_comm.communicator import Communicator
 from moe_comm.config import EPConfig
 from moe_comm.errors import MoeCommError, PeerTimeoutError
-from moe_comm.group import Group
+from moe_comm.group import Group, drop_group
 from moe_comm.handle import Dispatched
 from moe_comm.status import Status, StatusBit
 
@@ -50,9 +51,12 @@ class DeepEPCommunicator(Communicator):
 
     backend = "deepep"
 
-    def __init__(self, config: EPConfig, group: Group, transport: Transport) -> None:
+    def __init__(
+        self, config: EPConfig, group: Group, transport: Transport, pg: dist.ProcessGroup
+    ) -> None:
+        """`pg`: the transport's own process group, which ends with the communicator."""
         super().__init__(config, group)
-        self.transport = transport
+        self.transport, self._own_pg = transport, pg
         self.mode = transport.mode
         self.capabilities = transport.capabilities
         self._slots = [Workspace(group.device) for _ in range(config.num_slots)]
@@ -329,8 +333,13 @@ class DeepEPCommunicator(Communicator):
         self.destroy()
 
     def _close(self) -> None:
-        # The library's own destroy waits for all ranks.
-        if not self._is_broken:
-            self.transport.close()
-        for slot in self._slots:
-            slot.clear()
+        try:
+            # The library's own destroy waits for all ranks.
+            if not self._is_broken:
+                self.transport.close()
+        finally:
+            drop_group(self._own_pg)
+            # They would keep the process group's threads and sockets.
+            del self.transport, self._own_pg
+            for slot in self._slots:
+                slot.clear()

@@ -35,7 +35,7 @@ from moe_comm.calls import CombineCall, DispatchCall
 from moe_comm.communicator import Communicator
 from moe_comm.config import EPConfig
 from moe_comm.errors import MoeCommError, PeerTimeoutError, SlotError
-from moe_comm.group import Group
+from moe_comm.group import Group, drop_group
 from moe_comm.handle import Dispatched, DispatchHandle
 from moe_comm.placement import ExpertPlacement
 from moe_comm.status import Status
@@ -47,6 +47,8 @@ CAPABILITIES = ("capture", "overlap", "masking", "payloads")
 PUT = "put"
 # The index packs a local expert id into 15 bits.
 MAX_LOCAL_EXPERTS = 1 << 15
+# Survivors of a lost rank notice it at different times.
+_AGREE_TIMEOUT_S = 600.0
 
 
 class SlabCommunicator(Communicator):
@@ -209,17 +211,20 @@ class SlabCommunicator(Communicator):
             )
         self._survivors.remove(rank)
         self.engine.mask_rank(rank)
-        world = dist.get_process_group_ranks(self.group.pg)
-        pg = dist.new_group(
-            [world[alive] for alive in self._survivors],
+        pg = self.group.subgroup(
+            f"without {sorted({*range(self.num_ranks)} - {*self._survivors})}",
+            self._survivors,
             backend="gloo",
-            use_local_synchronization=True,
+            timeout_s=_AGREE_TIMEOUT_S,
         )
-        counters: list[list[int]] = [[] for _ in self._survivors]
-        dist.all_gather_object(counters, self.engine.read_counters(), group=pg)
-        self.engine.agree_on_counters(counters)
-        # Nobody may release into memory whose counters are not set yet.
-        dist.barrier(group=pg)
+        try:
+            counters: list[list[int]] = [[] for _ in self._survivors]
+            dist.all_gather_object(counters, self.engine.read_counters(), group=pg)
+            self.engine.agree_on_counters(counters)
+            # Nobody may release into memory whose counters are not set yet.
+            dist.barrier(group=pg)
+        finally:
+            drop_group(pg)
         self._busy_slots.clear()
         self._slot_calls.clear()
         self._broken_by = None
