@@ -182,13 +182,13 @@ def _count_kernel(
     BINS: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """counts [chunks, L]: choices of each expert in this program's chunk; added to totals [L],
-    which were 0. The last bin takes the choices that are not here."""
+    which were 0."""
     chunk = tl.program_id(0)
     num_readable = num_choices
     if ORDER:
         num_readable = tl.load(readable_ptr)
     ids = load_ids(ids_ptr, chunk * BLOCK + tl.arange(0, BLOCK), num_readable)
-    bins = tl.histogram(tl.where(ids >= 0, ids, BINS - 1), BINS)
+    bins = tl.histogram(ids, BINS, mask=ids >= 0)
     experts = tl.arange(0, BINS)
     tl.store(counts_ptr + chunk.to(tl.int64) * L + experts, bins, mask=experts < L)
     tl.atomic_add(totals_ptr + experts, bins, mask=(experts < L) & (bins > 0), sem="relaxed")
@@ -238,12 +238,13 @@ def _place_kernel(
         num_readable = tl.load(readable_ptr)
     ids = load_ids(ids_ptr, i, num_readable)
     here = ids >= 0
-    earlier = tl.zeros([BLOCK], tl.int32)
+    # Added up once, after the loop: a sum across threads each time takes longer than all else here.
+    same = tl.zeros([BLOCK, 32], tl.int32)
     for first in range(0, BLOCK, 32):
         j = first + tl.arange(0, 32)
         others = load_ids(ids_ptr, chunk * BLOCK + j, num_readable)
-        same = (ids[:, None] == others[None, :]) & (j[None, :] < order[:, None])
-        earlier += tl.sum(same.to(tl.int32), 1)
+        same += ((ids[:, None] == others[None, :]) & (j[None, :] < order[:, None])).to(tl.int32)
+    earlier = tl.sum(same, 1)
     start = tl.load(starts_ptr + chunk.to(tl.int64) * L + ids, mask=here, other=0)
     at = start + earlier
     kept = here & (at < capacity)

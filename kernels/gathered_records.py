@@ -20,6 +20,8 @@ import triton.language as tl
 
 # Tokens of a program.
 TOKENS = 64
+# 32-bit words that a program copies.
+COPIED = 4096
 
 
 def programs(bucket: int) -> int:
@@ -27,24 +29,61 @@ def programs(bucket: int) -> int:
     return -(-bucket // TOKENS)
 
 
+def copiers(words: int) -> int:
+    """Programs that copy so many words."""
+    return -(-words // COPIED)
+
+
+@triton.jit
+def _copy_words(program, source_ptr, target_ptr, words, COPY: tl.constexpr):
+    """The program's COPY of so many 32-bit words."""
+    word = program.to(tl.int64) * COPY + tl.arange(0, COPY)
+    source = source_ptr.to(tl.pointer_type(tl.int32))
+    target = target_ptr.to(tl.pointer_type(tl.int32))
+    value = tl.load(source + word, mask=word < words)
+    tl.store(target + word, value, mask=word < words)
+
+
 @triton.jit(
     do_not_specialize=["me", "num_tokens", "num_rows", "bucket", "phase", "call", "was_full"]
 )
 def _announce_kernel(
-    ids_ptr, weights_ptr, rank_ptr, block_ptr, told_ptr, table_ptr, copies_ptr, alive_ptr,
-    count_ptr, status_ptr, me, num_tokens, num_rows, bucket, phase, call, was_full, row_bytes, E, R,
-    width, record_bytes, ids_at, weights_at, K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr,
-    COUNT: tl.constexpr, ALIVE: tl.constexpr, TOLD: tl.constexpr, HEAD: tl.constexpr,
-    FACTS: tl.constexpr, TOKENS: tl.constexpr,
+    ids_ptr, weights_ptr, rank_ptr, rows_ptr, own_ptr, block_ptr, told_ptr, table_ptr, copies_ptr,
+    alive_ptr, count_ptr, status_ptr, me, num_tokens, num_rows, bucket, phase, call, was_full,
+    row_bytes, words, E, R, width, record_bytes, ids_at, weights_at, K: tl.constexpr,
+    KP: tl.constexpr, C: tl.constexpr, COUNT: tl.constexpr, ALIVE: tl.constexpr, TOLD: tl.constexpr,
+    HEAD: tl.constexpr, FACTS: tl.constexpr, TOKENS: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
-    """Program p: the ranks on which the choices of its tokens lie, -1 where masked, and their
+    """Program p < P: the ranks on which the choices of its tokens lie, -1 where masked, and their
     records in this rank's block; ids of tokens past num_rows are -1. With TOLD also how many of
-    its tokens go to each other rank. The first writes the facts.
+    its tokens go to each other rank. The first writes the facts. With COPY the programs after them
+    copy this rank's rows, so many words, to their place.
 
     Example: source 1, token 2, an expert with copies (0, 5) and (3, 1): (1 + 2) % 2 = 1, so the
     choice lies on rank 3, slot 1, and travels as 3 * width + 1.
     """
     p = tl.program_id(0)
+    parts = (bucket + TOKENS - 1) // TOKENS
+    if (COPY > 0) & (p >= parts):
+        _copy_words(p - parts, rows_ptr, own_ptr, words, COPY if COPY > 0 else 1)
+    else:
+        _announce(
+            p, parts, ids_ptr, weights_ptr, rank_ptr, block_ptr, told_ptr, table_ptr, copies_ptr,
+            alive_ptr, count_ptr, status_ptr, me, num_tokens, num_rows, bucket, phase, call,
+            was_full, row_bytes, E, R, width, record_bytes, ids_at, weights_at, K, KP, C, COUNT,
+            ALIVE, TOLD, HEAD, FACTS, TOKENS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _announce(
+    p, parts, ids_ptr, weights_ptr, rank_ptr, block_ptr, told_ptr, table_ptr, copies_ptr, alive_ptr,
+    count_ptr, status_ptr, me, num_tokens, num_rows, bucket, phase, call, was_full, row_bytes, E, R,
+    width, record_bytes, ids_at, weights_at, K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr,
+    COUNT: tl.constexpr, ALIVE: tl.constexpr, TOLD: tl.constexpr, HEAD: tl.constexpr,
+    FACTS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Program p of P = parts: see _announce_kernel."""
     t = p * TOKENS + tl.arange(0, TOKENS)
     choice = tl.arange(0, KP)
     limit = num_tokens
@@ -87,7 +126,6 @@ def _announce_kernel(
         tl.store(head + 6, record_bytes)
         tl.store(head + 7, was_full)
     if TOLD:
-        parts = tl.num_programs(0)
         for d in range(0, R):
             hits = tl.sum(tl.max((rank == d).to(tl.int32), 1), 0)
             place = d * (FACTS + 2 * parts) + FACTS + parts + p

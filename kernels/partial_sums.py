@@ -1,12 +1,11 @@
 """The two sums of combine, each a launch of its own, for backends that move rows by other means.
 
-Legend: T tokens here, R ranks, B the bucket, H hidden, K choices, M received rows, N expert rows.
-The order of additions is the numeric contract's (moe_comm.backends.reference).
+Legend: H width of a row, K choices. The order of additions is the numeric contract's
+(moe_comm.backends.reference). Launches: moe_comm.backends.sum_launches.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
@@ -38,12 +37,13 @@ def partial_sum(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _partials_kernel(
-    y_ptr, position_ptr, weights_ptr, out_ptr, H: tl.constexpr, K: tl.constexpr,
+    y_ptr, position_ptr, weights_ptr, out_ptr, first, H: tl.constexpr, K: tl.constexpr,
     BLOCK: tl.constexpr, APPLIED: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    """The partial sum of a row, from `first` on; zeros where no choice is here."""
+    row = first + tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     in_row = column < H
     acc = partial_sum(y_ptr, position_ptr, weights_ptr, row, column, in_row, H, K, BLOCK, APPLIED)
@@ -53,84 +53,31 @@ def _partials_kernel(
 @triton.jit
 def _fold_kernel(
     partials_ptr, choice_rank_ptr, bias_ptr, out_ptr, stride_rank, H: tl.constexpr,
-    K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, TERMS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Without a list of ranks in order: each choice asks whether a later one lies on its rank."""
+    """One token's sum: of each rank once, where its last choice stands. All terms, TERMS at most,
+    are asked for before the first is added.
+
+    Example: choices on ranks [1, 0, 1, -1] add rank 0's term, then rank 1's.
+    """
     token = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     in_row = column < H
+    choice = tl.arange(0, KP)
+    ranks = tl.load(choice_rank_ptr + token * K + choice, mask=choice < K, other=-1)
+    later = (ranks[:, None] == ranks[None, :]) & (choice[None, :] > choice[:, None])
+    last = (ranks >= 0) & (tl.max(later.to(tl.int32), 1) == 0)
+    place = tl.cumsum(last.to(tl.int32), 0) - 1
     acc = tl.zeros([BLOCK], tl.float32)
     if HAS_BIAS:
         acc = tl.load(bias_ptr + token.to(tl.int64) * H + column, mask=in_row, other=0.0)
-    choice = tl.arange(0, KP)
-    ranks = tl.load(choice_rank_ptr + token * K + choice, mask=choice < K, other=-1)
-    for k in tl.static_range(K):
-        source = tl.load(choice_rank_ptr + token * K + k)
-        later = tl.max(((ranks == source) & (choice > k)).to(tl.int32), 0)
-        last = (source >= 0) & (later == 0)
+    for step in tl.static_range(TERMS):
+        source = tl.max(tl.where(last & (place == step), ranks, -1), 0)
         at = source.to(tl.int64) * stride_rank + token.to(tl.int64) * H
-        value = tl.load(partials_ptr + at + column, mask=in_row & last, other=-0.0)
+        # -0 changes no number.
+        value = tl.load(partials_ptr + at + column, mask=in_row & (source >= 0), other=-0.0)
         acc = acc + value.to(tl.float32)
     tl.store(
         out_ptr + token.to(tl.int64) * H + column, acc.to(out_ptr.dtype.element_ty), mask=in_row
     )
-
-
-def partial_sums(
-    y: torch.Tensor,
-    choice_position: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    weights_applied: bool,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """The contract's partial(t, r) of each received row.
-
-    Args:
-        y: [N, H] bf16, fp16 or fp32 expert rows.
-        choice_position: [M, K] int32, expert row of each choice, -1 where not here.
-        weights: [M, K] fp32.
-        weights_applied: add without weights.
-        out: [M, H] in the dtype to round to; rows that nobody reached become zeros.
-
-    Returns: out.
-    """
-    num_rows, num_topk = choice_position.shape
-    hidden = y.shape[1]
-    if num_rows:
-        block = min(1024, triton.next_power_of_2(hidden))
-        _partials_kernel[(num_rows, triton.cdiv(hidden, block))](
-            y, choice_position, weights, out, H=hidden, K=num_topk, BLOCK=block,
-            APPLIED=weights_applied,
-        )  # fmt: skip
-    return out
-
-
-def fold(
-    partials: torch.Tensor,
-    choice_rank: torch.Tensor,
-    *,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """The contract's final sum.
-
-    Args:
-        partials: [R, B, H], rank r's partial sum of this rank's token t at (r, t), B >= T; any
-            float dtype; inner two dimensions contiguous.
-        choice_rank: [T, K] int32, rank that serves each choice, -1 where masked.
-        bias: fp32 [T, H] added first, or None.
-        out: [T, H].
-
-    Returns: out.
-    """
-    num_tokens, num_topk = choice_rank.shape
-    hidden = partials.shape[-1]
-    if num_tokens:
-        block = min(1024, triton.next_power_of_2(hidden))
-        _fold_kernel[(num_tokens, triton.cdiv(hidden, block))](
-            partials, choice_rank, bias if bias is not None else out, out, partials.stride(0),
-            H=hidden, K=num_topk, KP=triton.next_power_of_2(num_topk), BLOCK=block,
-            HAS_BIAS=bias is not None,
-        )  # fmt: skip
-    return out

@@ -14,6 +14,7 @@ from moe_comm.backends.c10d_plan import PackedPlan
 from moe_comm.backends.c10d_routing import Router
 from moe_comm.backends.c10d_transport import Header, Headers
 from moe_comm.backends.packing import Field, RecordLayout
+from moe_comm.backends.sum_launches import fold, partial_sums
 from moe_comm.placement import ExpertPlacement
 
 pytestmark = pytest.mark.skipif(
@@ -64,9 +65,17 @@ def test_gathered(compiled, num_ranks, bucket, masked, on_device, tells):  # noq
         status=router.status,
     )  # fmt: skip
     memory = torch.zeros(num_ranks, HEAD_BYTES + bucket * form.num_bytes, dtype=torch.uint8)
-    blocks = Blocks(router, form, memory, bucket=bucket, row_bytes=7168, index=index, tells=tells)
+    rows = torch.zeros(bucket, 3584, dtype=torch.bfloat16)
+    blocks = Blocks(
+        router, form, memory, bucket=bucket, row_bytes=7168, index=index, tells=tells,
+        own=rows if tells else None,
+    )  # fmt: skip
+    assert blocks.copies == tells
     idx, weights = torch.zeros(bucket, 16, dtype=torch.int64), torch.zeros(bucket, 16)
-    blocks.write(idx, weights, torch.tensor(1) if on_device else bucket, 5)
+    count = torch.tensor(1) if on_device else bucket
+    blocks.write(idx, weights, count, 5)
+    if tells:
+        blocks.announce(idx, weights, count, 5, was_full=True, rows=rows)
     local_idx, _, _ = blocks.read(weights)
     index(local_idx)
     launched = {"_announce_kernel", "_gathered_kernel"}
@@ -99,3 +108,21 @@ def test_packed(compiled, num_ranks):  # noqa: F811
     told = Headers(mine=mine, theirs=mine, on_device=mine)
     router.unpack(plan, to, form, weights, records, told, bucket=128)
     assert set(compiled) == {"_locate_kernel", "_plan_kernel", "_pack_kernel", "_unpack_kernel"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_terms", [2, 8])
+def test_sums(compiled, num_terms, dtype):  # noqa: F811
+    y, out = torch.zeros(64, 3584, dtype=dtype), torch.zeros(5, 3584, dtype=dtype)
+    position, weights = torch.zeros(40, 16, dtype=torch.int32), torch.zeros(40, 16)
+    for applied in (False, True):
+        partial_sums(y, position, weights, weights_applied=applied, out=y, rows=range(3, 40))
+    terms, who = torch.zeros(num_terms, 9, 3584, dtype=dtype), position[:5]
+    for bias in (None, torch.zeros(5, 3584)):
+        fold(terms, who, bias=bias, out=out)
+    assert {name: len(kernels) for name, kernels in compiled.items()} == {
+        "_partials_kernel": 2, "_fold_kernel": 2
+    }  # fmt: skip
+    for kernels in compiled.values():
+        for kernel in kernels:
+            assert "st.local" not in kernel.asm["ptx"]

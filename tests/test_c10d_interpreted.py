@@ -125,6 +125,41 @@ def test_index_launches(interpreted, num_rows, capacity):
     interpreted.run(indexed, num_rows, capacity, timeout_s=100.0)
 
 
+def summed(context: RankContext, num_terms: int, width: int) -> None:
+    """The kernels' sums against torch's, in fp32; the interpreter's fma rounds twice, so products
+    are small whole numbers."""
+    from moe_comm.backends import device_math, sum_launches
+    from moe_comm.wire import WIRES
+
+    generator = torch.Generator().manual_seed(num_terms)
+    y = torch.randint(-99, 99, (50, width), generator=generator).float()
+    position = torch.randint(-3, 50, (20, 6), generator=generator).clamp_min(-1).to(torch.int32)
+    weights = torch.randint(1, 9, (20, 6), generator=generator).float()
+    for applied in (False, True):
+        want, got = torch.zeros(20, width), torch.full((20, width), torch.nan)
+        device_math.partial_sums(
+            y, weights, position, weights_applied=applied, fill_empty=True, out=want
+        )
+        for rows in (range(7), range(7, 8), range(8, 20)):
+            sum_launches.partial_sums(
+                y, position, weights, weights_applied=applied, out=got, rows=rows
+            )
+        assert_same_bits("partial sums", got, want)
+    terms = torch.randn(num_terms, 23, width, generator=generator)
+    who = torch.randint(-1, num_terms, (20, 6), generator=generator).to(torch.int32)
+    for bias in (None, torch.randn(20, width, generator=generator)):
+        want, got = torch.empty(20, width), torch.full((20, width), torch.nan)
+        biases = [] if bias is None else [bias]
+        device_math.fold(terms, None, WIRES["none"], who, biases=biases, out=want)
+        sum_launches.fold(terms, who, bias=bias, out=got)
+        assert_same_bits("fold", got, want)
+
+
+@pytest.mark.parametrize(("num_terms", "width"), [(1, 40), (2, 1030), (5, 8), (9, 4100)])
+def test_sums(two_interpreted, num_terms, width):
+    two_interpreted.run(summed, num_terms, width, timeout_s=100.0)
+
+
 def repeated(context: RankContext, case: Case) -> int:
     """How many of the case's calls went the shortest way."""
     count = 0

@@ -11,6 +11,7 @@ Shape legend: T this rank's tokens, R ranks, B the bucket, K choices.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,15 +21,12 @@ from torch import Tensor
 from moe_comm.backends.c10d_index import IndexLaunches
 from moe_comm.backends.c10d_routing import Located, Router
 from moe_comm.backends.c10d_transport import Phase, Transport
+from moe_comm.backends.direct_launch import Launch
 from moe_comm.backends.packing import RecordLayout
-from moe_comm.backends.slab_launch import Form, Places, launch
 
 # Numbers of the facts; a multiple of 16 bytes, for the alignment of what follows.
 FACTS = 8
 HEAD_BYTES = 4 * FACTS
-# Arguments of _announce_kernel that differ from call to call.
-_GIVEN = 8
-
 
 # Local ids [R, B, K] int32, weights [R, B, K], T of each rank [R] int32.
 Routing = tuple[Tensor, Tensor, Tensor]
@@ -49,6 +47,36 @@ class Told:
         self.facts, self.counts = facts, counts
 
 
+class Asked:
+    """Told, on its way.
+
+    Args:
+        mark: of the stream: it is there from then on. None: `read` waits itself.
+        blocks: `read` may block the host.
+    """
+
+    __slots__ = ("_blocks", "_mark", "_read", "_transport")
+
+    def __init__(
+        self,
+        transport: Transport,
+        mark: torch.Event | None,
+        read: Callable[[], Told],
+        *,
+        blocks: bool = False,
+    ) -> None:
+        self._transport, self._mark, self._read, self._blocks = transport, mark, read, blocks
+
+    def ready(self) -> bool:
+        """Whether answer() returns at once."""
+        return self._mark.query() if self._mark is not None else not self._blocks
+
+    def answer(self) -> Told:
+        """May block the host, for a bounded time."""
+        self._transport.wait_mark(Phase.DISPATCH, self._mark)
+        return self._read()
+
+
 class Blocks:
     """The blocks of one slot and bucket.
 
@@ -60,6 +88,10 @@ class Blocks:
         index: groups what came by expert where kernels do; None elsewhere, and where no routing
             travels.
         tells: the host will ask what the blocks say.
+        own: where this rank's rows of the bucket belong, if writing may put them there.
+
+    Attributes:
+        copies: whether announce() does.
     """
 
     def __init__(
@@ -72,23 +104,23 @@ class Blocks:
         row_bytes: int,
         index: IndexLaunches | None,
         tells: bool,
+        own: Tensor | None = None,
     ) -> None:
         self.router, self.form, self.memory, self.bucket = router, form, memory, bucket
-        self.row_bytes, self.index, self.tells = row_bytes, index, tells
+        self.row_bytes, self.index, self.tells, self.own = row_bytes, index, tells, own
+        self.copies = False
         self.mine = memory[router.rank]
         self.head = memory.shape[1] - bucket * form.num_bytes
         if index is not None:
             self._prepare(index.num_topk)
 
     def _prepare(self, num_topk: int) -> None:
-        """Set up the two launches."""
+        """Set up the launches."""
         from moe_comm.kernels import gathered_records as kernels
 
         router, form = self.router, self.form
-        self._announce_kernel = kernels._announce_kernel
-        self._gathered_kernel = kernels._gathered_kernel
         self._programs = kernels.programs(self.bucket)
-        table = self.memory.view(-1)
+        table = self.memory
         if self.tells:
             shape = (router.num_ranks, FACTS + 2 * self._programs)
             # In memory that the device writes and the host reads.
@@ -108,21 +140,33 @@ class Blocks:
             "ALIVE": router.alive is not None, "TOLD": self.tells, "HEAD": HEAD_BYTES,
             "FACTS": FACTS, "TOKENS": kernels.TOKENS,
         }  # fmt: skip
-        self._announce = Places(
-            kernels._announce_kernel, _GIVEN, block_ptr=self.mine, table_ptr=router.copy_table,
-            copies_ptr=router.num_copies, status_ptr=router.status, phase=int(Phase.DISPATCH),
-            row_bytes=self.row_bytes, E=router.num_copies.shape[0], R=router.num_ranks, **shared,
+        self._gathered = Launch(
+            kernels._gathered_kernel, constants, blocks_ptr=self.memory,
+            block_bytes=self.memory.stride(0), **shared,
         )  # fmt: skip
-        self._gathered = Places(
-            kernels._gathered_kernel, 3, blocks_ptr=self.memory, block_bytes=self.memory.stride(0),
-            **shared,
-        )  # fmt: skip
-        # One where T is on the device, and one where it is not.
-        self._announced = [
-            Form({**constants, "C": router.copy_table.shape[1], "COUNT": on_device}, blocks=1)
-            for on_device in (False, True)
-        ]
-        self._read = Form(constants, blocks=1)
+        self._gathered_grid = router.num_ranks * self._programs, 1
+        words = 0
+        if self.own is not None and self.own.nbytes % 16 == 0:
+            words = self.own.nbytes // 4
+        self.copies = words > 0
+        self._copiers = kernels.copiers(words)
+        fixed = {
+            "block_ptr": self.mine, "table_ptr": router.copy_table, "copies_ptr": router.num_copies,
+            "status_ptr": router.status, "phase": int(Phase.DISPATCH), "row_bytes": self.row_bytes,
+            "own_ptr": self.mine if self.own is None else self.own, "words": words,
+            "E": router.num_copies.shape[0], "R": router.num_ranks, **shared,
+        }  # fmt: skip
+
+        def announce(ids: torch.dtype, on_device: torch.dtype | None, copies: bool) -> Launch:
+            """Of tensors of so many dtypes."""
+            del ids
+            options = {
+                **constants, "C": router.copy_table.shape[1], "COUNT": on_device is not None,
+                "COPY": kernels.COPIED if copies else 0,
+            }  # fmt: skip
+            return Launch(kernels._announce_kernel, options, **fixed)
+
+        self._announce = functools.cache(announce)
 
     @property
     def records(self) -> Tensor:
@@ -175,20 +219,24 @@ class Blocks:
         call: int,
         *,
         was_full: bool,
-        rank: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """write() by the kernel, of contiguous tensors: the rank of each choice, in `rank` where
-        it is given."""
-        if rank is None:
-            rank = torch.empty(topk_idx.shape, dtype=torch.int32, device=self.router.device)
+        """write() by the kernel, of contiguous tensors: the rank of each choice.
+
+        rows: all B, contiguous, in the dtype that travels: put into their place too. Only where
+        `copies` says so.
+        """
+        rank = torch.empty(topk_idx.shape, dtype=torch.int32, device=self.router.device)
+        programs = self._programs if rows is None else self._programs + self._copiers
         if isinstance(num_tokens, Tensor):
-            form, on_device, on_host = self._announced[1], num_tokens, 0
+            kind, on_device, on_host = num_tokens.dtype, num_tokens, 0
         else:
-            form, on_device, on_host = self._announced[0], rank, num_tokens
-        given = (
-            topk_idx, weights, rank, on_device, on_host, topk_idx.shape[0], call, int(was_full)
+            kind, on_device, on_host = None, rank, num_tokens
+        launch = self._announce(topk_idx.dtype, kind, rows is not None)
+        launch(
+            (programs, 1), topk_idx, weights, rank, rank if rows is None else rows, on_device,
+            on_host, topk_idx.shape[0], call, int(was_full),
         )  # fmt: skip
-        launch(self._announce_kernel, self._programs, self._announce, form, given)
         return rank
 
     def room(self) -> Routing:
@@ -211,8 +259,7 @@ class Blocks:
         router = self.router
         if self.index is not None:
             out = self.room() if out is None else out
-            programs = router.num_ranks * self._programs
-            launch(self._gathered_kernel, programs, self._gathered, self._read, out)
+            self._gathered(self._gathered_grid, *out)
             return out
         records = self.records
         tokens = self.memory[:, 8:12].view(torch.int32).squeeze(1).clone()
@@ -224,24 +271,21 @@ class Blocks:
         weights = self.form.view(records, "weights").clone()
         return torch.where(here, local_idx, -1), weights, tokens
 
-    def told(self, transport: Transport, to: Located, local_idx: Tensor) -> Callable[[], Told]:
-        """What was read: to be called for it on the host, before this bucket's next write. The call
-        blocks the host until it is there; the wait is bounded."""
+    def told(self, transport: Transport, to: Located, local_idx: Tensor) -> Asked:
+        """What was read: to be asked for before this bucket's next write."""
         if self.index is not None:
-            mark = transport.mark()
 
-            def ready() -> Told:
-                transport.wait_mark(Phase.DISPATCH, mark)
+            def in_memory() -> Told:
                 return Told(self._facts.tolist(), self._parts.sum(axis=2).tolist())
 
-            return ready
+            return Asked(transport, transport.mark(), in_memory)
         table = self._table(to, local_idx)
 
         def copied() -> Told:
             rows: Any = transport.to_host(Phase.DISPATCH, table).numpy()
             return Told(rows[:, :FACTS].tolist(), rows[:, FACTS:].tolist())
 
-        return copied
+        return Asked(transport, None, copied, blocks=not table.is_cpu)
 
     def _table(self, to: Located, local_idx: Tensor) -> Tensor:
         """int32 [R, FACTS + 2]: facts and counts of each rank, where no kernels are used."""

@@ -10,10 +10,12 @@ import datetime
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from moe_comm.backends.c10d_peers import Peers
 from moe_comm.backends.c10d_transport import (
@@ -30,6 +32,13 @@ from moe_comm.group import backend_for
 # How often a bounded wait on a device looks at the clock, and at its peers' processes.
 _POLL_S = 0.0002
 _LOOK_S = 0.25
+
+
+def _options(kind: type[Any], *, apart: bool) -> Any:
+    """apart: on a stream of the backend's own."""
+    options = kind()
+    options.asyncOp = apart
+    return options
 
 
 class Collective(Transport):
@@ -52,6 +61,10 @@ class Collective(Transport):
         self.on_nccl = backend_for(pg, self.device.type) == "nccl"
         self.in_place = self.on_nccl or len(self.others) <= 1
         self._nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
+        # By whether what follows on the current stream needs it at once: NCCL's kernel runs on
+        # that stream itself then, and no other waits for it, or it for them.
+        self._exchange = [_options(AllToAllOptions, apart=apart) for apart in (True, False)]
+        self._gather = [_options(AllgatherOptions, apart=apart) for apart in (True, False)]
 
     def exchange_headers(
         self, phase: Phase, headers: Tensor, among: Sequence[int] | None = None
@@ -145,32 +158,22 @@ class Collective(Transport):
             copies = list(zip(take, parts, strict=True))
         return _CollectiveTransfer(self, phase, work, held=(packed, landing), copies=copies)
 
-    def _one_message(self, phase: Phase, peer: int, give: Tensor, take: Tensor) -> Transfer:
+    def _one_message(
+        self, phase: Phase, peer: int, give: Tensor, take: Tensor, *, inline: bool = False
+    ) -> Transfer:
         """To and from the only other rank: no list, and nothing packed."""
         given, taken = [0] * len(self.alive), [0] * len(self.alive)
         at = self.alive.index(peer)
         given[at], taken[at] = give.shape[0], take.shape[0]
         with self.errors(phase):
-            work = dist.all_to_all_single(take, give, taken, given, group=self.pg, async_op=True)
+            if self.on_nccl:
+                # What dist.all_to_all_single calls, without its checks.
+                work = self.pg.alltoall_base(take, give, taken, given, self._exchange[inline])
+            else:
+                work = dist.all_to_all_single(
+                    take, give, taken, given, group=self.pg, async_op=True
+                )
         return _CollectiveTransfer(self, phase, work, held=(give, take))
-
-    def swap(self, phase: Phase, pairs: Sequence[tuple[Tensor, Tensor]]) -> Transfer:
-        """See Transport."""
-        if not self.on_nccl:
-            return super().swap(phase, pairs)
-        self.raise_if_lost()
-        (peer,) = self.others
-        at = self.alive.index(peer)
-        with self.errors(phase):
-            # What dist.batch_isend_irecv does, without its objects: this is the shortest way of
-            # a dispatch, and each of its calls shows.
-            self.pg._start_coalescing(self.device)
-            for give, take in pairs:
-                self.count(peer, give.nbytes)
-                self.pg.send([give], at, 0)
-                self.pg.recv([take], at, 0)
-            work = self.pg._end_coalescing(self.device)
-        return _CollectiveTransfer(self, phase, work, held=pairs)
 
     def all_gather(
         self, phase: Phase, buffer: Tensor, kind: Kind, *, inline: bool = False
@@ -179,25 +182,26 @@ class Collective(Transport):
         self.raise_if_lost()
         if buffer.numel() == 0:
             return Done()
-        if len(self.alive) < buffer.shape[0]:
-            return self.all_to_all(
-                phase,
-                dict.fromkeys(self.others, buffer[self.rank]),
-                {peer: buffer[peer] for peer in self.others},
-                kind,
-            )
         mine = buffer[self.rank]
+        if len(self.others) == 1 and not buffer.is_contiguous():
+            (peer,) = self.others
+            self.count(peer, mine.nbytes)
+            return self._one_message(phase, peer, mine, buffer[peer], inline=inline)
+        if len(self.alive) < buffer.shape[0]:
+            others = self.others
+            return self.all_to_all(
+                phase, dict.fromkeys(others, mine), {peer: buffer[peer] for peer in others}, kind
+            )
         for peer in self.others:
             self.count(peer, mine.nbytes)
         with self.errors(phase):
-            # NCCL's kernel on the current stream itself: no other stream waits for it, or it for
-            # them.
-            work = dist.all_gather_into_tensor(
-                buffer.view(-1),
-                mine,
-                group=self.pg,
-                async_op=not (inline and self.on_nccl),
-            )
+            if self.on_nccl:
+                # As above.
+                work = self.pg._allgather_base(buffer.view(-1), mine, self._gather[inline])
+            else:
+                work = dist.all_gather_into_tensor(
+                    buffer.view(-1), mine, group=self.pg, async_op=True
+                )
         return _CollectiveTransfer(self, phase, work, held=buffer)
 
     def all_to_all_equal(self, phase: Phase, send: Tensor, recv: Tensor, kind: Kind) -> Transfer:

@@ -12,13 +12,12 @@ the same facts, and expects the next one to be full.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moe_comm.backends.c10d_blocks import Blocks, Routing, Told
+from moe_comm.backends.c10d_blocks import Asked, Blocks, Routing
 from moe_comm.backends.c10d_plan import GatheredPlan, Plan
 from moe_comm.backends.c10d_routing import Located, rows_sent
 from moe_comm.backends.c10d_transport import Header, Transfer, Transport, check_header
@@ -38,9 +37,10 @@ class Recent:
     expects: bool = False
     last: Counted | None = None
 
-    def settle(self) -> None:
-        """Look at the counts of the last dispatch. May block the host, for a bounded time."""
-        if self.last is not None:
+    def settle(self, *, wait: bool = True) -> None:
+        """Look at the counts of the last dispatch. May block the host, for a bounded time; without
+        `wait` only if they are there."""
+        if self.last is not None and (wait or self.last.ready()):
             # On the stream that it began on, where its other half may follow.
             with torch.cuda.stream(self.last.stream):
                 self.last.plan()
@@ -53,7 +53,8 @@ class Counted:
         blocks: still arriving, by `transfer`.
         to: this rank's routing. like: [T, K] of the weights' dtype.
         recent: of the bucket; this dispatch becomes its last.
-        apart: its halves are apart. out: as Blocks.read has it.
+        whole: all rows of the bucket were sent to all ranks, and what they become comes back so.
+        apart: its halves are apart.
     """
 
     def __init__(
@@ -65,15 +66,16 @@ class Counted:
         transfer: Transfer,
         recent: Recent,
         *,
+        whole: bool,
         apart: bool,
-        out: Routing | None = None,
     ) -> None:
         on_cuda = to.rank.is_cuda
         self.stream = torch.cuda.current_stream() if apart and on_cuda else None
+        self.whole = whole
         self._blocks, self._transport, self._to, self._like = blocks, transport, to, like
-        self._transfer, self._recent, self._out = transfer, recent, out
+        self._transfer, self._recent = transfer, recent
         self._routing: Routing | None = None
-        self._told: Callable[[], Told] | None = None
+        self._asked: Asked | None = None
         self._plan: GatheredPlan | None = None
         recent.last = self
 
@@ -81,9 +83,18 @@ class Counted:
         """What Blocks.read returns, for the current stream; read at the first call."""
         if self._routing is None:
             self._transfer.wait()
-            self._routing = self._blocks.read(self._like, self._out)
-            self._told = self._blocks.told(self._transport, self._to, self._routing[0])
+            self._routing = self._blocks.read(self._like)
+            self._asked = self._blocks.told(self._transport, self._to, self._routing[0])
         return self._routing
+
+    def ready(self) -> bool:
+        """Whether plan() returns at once."""
+        return self._asked is not None and self._asked.ready()
+
+    def settle(self) -> None:
+        """Look at the counts if they are there and nobody did: Recent.settle."""
+        if self._recent.last is self:
+            self._recent.settle(wait=False)
 
     def plan(self) -> GatheredPlan:
         """See the class. May block the host, for a bounded time."""
@@ -91,10 +102,10 @@ class Counted:
             return self._plan
         recent, bucket = self._recent, self._blocks.bucket
         local_idx = self.routing()[0]
-        assert self._told is not None
+        assert self._asked is not None
         # Whatever comes of it, the next dispatch does not ask again.
         recent.was_full, recent.expects, recent.last = False, False, None
-        told, rank, others = self._told(), self._transport.rank, self._transport.others
+        told, rank, others = self._asked.answer(), self._transport.rank, self._transport.others
         mine = told.facts[rank]
         for peer in others:
             facts = told.facts[peer]

@@ -11,20 +11,16 @@ Shape legend: T this rank's tokens, R ranks, B the bucket, K choices, H hidden.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
-from moe_comm.backends import device_math
-from moe_comm.backends.c10d_base import Arrived
+from moe_comm.backends.c10d_back import ReturnedTerms
 from moe_comm.backends.c10d_gathered import GatheredRecords, Gathering
-from moe_comm.backends.c10d_transport import Kind, Phase, Transfer
-from moe_comm.backends.packing import as_bytes
-from moe_comm.calls import CombineCall, DispatchCall
+from moe_comm.backends.c10d_transport import Transfer
+from moe_comm.calls import DispatchCall
 from moe_comm.config import EPConfig
 from moe_comm.group import Group
 from moe_comm.handle import Dispatched
-from moe_comm.wire import Wire
 
 
 @dataclass(kw_only=True, eq=False)
@@ -36,15 +32,7 @@ class _Sent:
     transfer: Transfer
 
 
-@dataclass(kw_only=True, eq=False)
-class _Way:
-    """One exchange of a combine under way: rows or scales, [R, B, ...]."""
-
-    received: Tensor
-    transfer: Transfer
-
-
-class DenseCommunicator(GatheredRecords):
+class DenseCommunicator(GatheredRecords, ReturnedTerms):
     """See the module."""
 
     mode = "dense"
@@ -90,36 +78,3 @@ class DenseCommunicator(GatheredRecords):
             rows[self.rank].copy_(state.values)
         state.transfer.wait()
         return arrived.dispatched(call, num_tokens, rows, extras, self.config.wire)
-
-    # Combine.
-
-    def _start_back(self, call: CombineCall, form: Wire, phase: Phase) -> list[_Way]:
-        arrived: Arrived = call.handle.state
-        self._agree_back(call, phase)
-        values, scales = self._partials(call, arrived, form)
-        ways = []
-        for kind, terms in ((Kind.BACK_ROWS, values), (Kind.BACK_SCALES, scales)):
-            if terms is None:
-                continue
-            back = self._term_room(kind.name, call.handle.slot, terms.shape, terms.dtype)
-            give, take = (as_bytes(t.view(self.num_ranks, -1)) for t in (terms, back))
-            transfer = self._transport.all_to_all_equal(phase, give, take, kind)
-            # While they travel.
-            back[self.rank].copy_(terms[self.rank])
-            ways.append(_Way(received=back, transfer=transfer))
-        return ways
-
-    def _finish_back(self, call: CombineCall, form: Wire, state: Any) -> Tensor:
-        ways: list[_Way] = state
-        for way in ways:
-            way.transfer.wait()
-        out = self._output(call)
-        device_math.fold(
-            ways[0].received,
-            ways[1].received if len(ways) > 1 else None,
-            form,
-            self._who(call.handle.choice_rank),
-            biases=call.bias,
-            out=out,
-        )
-        return out

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_comm.backends import device_math
+from moe_comm.backends.c10d_back import ReturnedTerms, Way
 from moe_comm.backends.c10d_base import Arrived
 from moe_comm.backends.c10d_counted import Counted, Recent, plan_of
 from moe_comm.backends.c10d_gathered import Gathering, Lane
@@ -29,7 +28,6 @@ from moe_comm.backends.c10d_transport import Kind, Phase, Transfer
 from moe_comm.backends.packing import as_bytes, put_rows, take_rows
 from moe_comm.calls import CombineCall, DispatchCall
 from moe_comm.handle import Dispatched
-from moe_comm.wire import Wire
 
 # Bytes of all ranks' records at the size of the bucket, up to which gathering them takes less than
 # an exchange of counts beside one of packed records.
@@ -53,30 +51,11 @@ class _Sent:
     sent: tuple[Tensor | None, Transfer]
 
 
-@dataclass(kw_only=True, eq=False)
-class _Way:
-    """One exchange of a combine under way: rows from ranks in `landing` are packed in `staged`."""
-
-    transfer: Transfer
-    places: Tensor
-    staged: Tensor
-    landing: list[int]
-
-
-@dataclass(kw_only=True, eq=False)
-class _Back:
-    """A combine between its halves: `terms` [R, B, D] and their scales, arriving."""
-
-    terms: Tensor
-    scales: Tensor | None
-    ways: list[_Way]
-
-
-class ExactCommunicator(RepeatedDispatch, PackedRecords):
+class ExactCommunicator(RepeatedDispatch, PackedRecords, ReturnedTerms):
     """See the module."""
 
     mode = "exact"
-    _tells = True
+    _tells = _joins = True
 
     # Dispatch.
 
@@ -128,26 +107,23 @@ class ExactCommunicator(RepeatedDispatch, PackedRecords):
         """With a routing that is gathered. Blocks the host, unless a full dispatch is expected."""
         recent = self._recent.setdefault(call.bucket, Recent())
         recent.settle()
-        flag = recent.was_full
+        flag, whole = recent.was_full, recent.expects
         direct = inline
         sent: tuple[Tensor | None, Transfer] | None = None
-        if not recent.expects:
+        if not whole:
             gathering = self._gather(call, lane, scales, inline=True, was_full=flag)
+        elif lane.joint is not None:
+            direct = False
+            lane.rows[self.rank, : call.num_rows].copy_(values)
+            gathering = self._gather(
+                call, lane, scales, inline=inline, was_full=flag, joint=lane.joint
+            )
+            sent = None, gathering.transfer
+            self._note(call, lane, recent)
         else:
             direct = inline and self._transport.in_place and call.num_rows == call.bucket
-            if len(self._transport.others) == 1:
-                (peer,) = self._transport.others
-                places = self._row_bytes(call, lane)
-                if not direct:
-                    lane.rows[self.rank, : call.num_rows].copy_(values)
-                pair = as_bytes(values) if direct else places[self.rank], places[peer]
-                gathering = self._gather(call, lane, scales, inline=True, was_full=flag, rows=pair)
-                sent = None, gathering.transfer
-                if direct:
-                    self._note(call, lane, recent)
-            else:
-                gathering = self._gather(call, lane, scales, inline=inline, was_full=flag)
-                sent = None, self._send_bucket(call, lane, values, direct=direct)
+            gathering = self._gather(call, lane, scales, inline=inline, was_full=flag)
+            sent = None, self._send_bucket(call, lane, values, direct=direct)
         assert gathering.located is not None
         counted = Counted(
             lane.blocks,
@@ -156,6 +132,7 @@ class ExactCommunicator(RepeatedDispatch, PackedRecords):
             call.topk_weights,
             gathering.transfer,
             recent,
+            whole=whole,
             apart=not inline,
         )
         if sent is None:
@@ -201,7 +178,7 @@ class ExactCommunicator(RepeatedDispatch, PackedRecords):
             values = placed.copy_(values[:mine])
         source = as_bytes(values)
         width = source.shape[1]
-        places = slot.tensor("rows", (self.num_ranks * bucket, width), torch.uint8)
+        places = as_bytes(rows.flatten(0, 1))
         valid = source[:mine] if mine < source.shape[0] else source
         sends: dict[int, Tensor] = {}
         recvs: dict[int, Tensor] = {}
@@ -274,28 +251,17 @@ class ExactCommunicator(RepeatedDispatch, PackedRecords):
 
     # Combine.
 
-    def _start_back(self, call: CombineCall, form: Wire, phase: Phase) -> Any:
-        arrived: Arrived = call.handle.state
-        plan = plan_of(arrived.route)
-        slot = call.handle.slot
-        self._agree_back(call, phase)
-        values, scales = self._partials(call, arrived, form)
-        back = self._term_room("back", slot, values.shape, values.dtype)
-        ways = [self._send_back(plan, values, back, slot, phase, Kind.BACK_ROWS)]
-        factors = None
-        if scales is not None:
-            factors = self._term_room("back scales", slot, scales.shape, scales.dtype)
-            ways.append(self._send_back(plan, scales, factors, slot, phase, Kind.BACK_SCALES))
-        return _Back(terms=back, scales=factors, ways=ways)
-
     def _send_back(
-        self, plan: Plan, terms: Tensor, back: Tensor, slot: int, phase: Phase, kind: Kind
-    ) -> _Way:
-        """Each source rank's part of `terms` [R, B, D] under way to it, and what comes in return
-        into `back` [R, B, D]."""
+        self, call: CombineCall, terms: Tensor, back: Tensor, phase: Phase, kind: Kind
+    ) -> Way:
+        """See ReturnedTerms."""
+        route = call.handle.state.route
+        if isinstance(route, Counted) and route.whole:
+            return self._send_all_back(call, terms, back, phase, kind)
+        plan = plan_of(route)
         bucket, others = back.shape[1], self._transport.others
         source, places = as_bytes(terms.flatten(0, 1)), as_bytes(back.flatten(0, 1))
-        width, space = source.shape[1], self._slots[slot]
+        width, space = source.shape[1], self._slots[call.handle.slot]
         packing = [p for p in others if plan.received[p] and not plan.receives_all(p)]
         sends = {
             p: source[p * bucket : p * bucket + plan.received[p]]
@@ -318,25 +284,7 @@ class ExactCommunicator(RepeatedDispatch, PackedRecords):
         staged = space.tensor(f"{kind.name} in", (sum(sizes), width), torch.uint8)
         recvs.update(zip(landing, staged.split(sizes), strict=True))
         transfer = self._transport.all_to_all(phase, sends, recvs, kind)
-        back[self.rank].copy_(terms[self.rank])
-        return _Way(transfer=transfer, places=places, staged=staged, landing=landing)
-
-    def _finish_back(self, call: CombineCall, form: Wire, state: _Back) -> Tensor:
-        handle = call.handle
-        plan = plan_of(handle.state.route)
-        bucket = handle.bucket
-        for way in state.ways:
-            way.transfer.wait()
-            if way.landing:
-                index = torch.cat([plan.index[plan.to(p)] + p * bucket for p in way.landing])
-                put_rows(way.places, index, way.staged)
-        out = self._output(call)
-        device_math.fold(
-            state.terms,
-            state.scales,
-            form,
-            self._who(handle.choice_rank),
-            biases=call.bias,
-            out=out,
-        )
-        return out
+        if not landing:
+            return Way(back=back, transfer=transfer)
+        index = torch.cat([plan.index[plan.to(p)] + p * bucket for p in landing])
+        return Way(back=back, transfer=transfer, staged=staged, places=index)

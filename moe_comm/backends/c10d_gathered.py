@@ -16,13 +16,15 @@ from moe_comm.backends.c10d_blocks import HEAD_BYTES, Blocks, Routing
 from moe_comm.backends.c10d_index import IndexLaunches, index_bytes
 from moe_comm.backends.c10d_routing import Located
 from moe_comm.backends.c10d_transport import Done, Header, Kind, Phase, Transfer
-from moe_comm.backends.packing import RecordLayout, Workspace, as_bytes
+from moe_comm.backends.packing import RecordLayout, Workspace, as_bytes, round_up
 from moe_comm.calls import DispatchCall
 from moe_comm.config import EPConfig
 from moe_comm.group import Group
 
 # Lanes kept: enough for the buckets that recur.
 _MOST_LANES = 64
+# Records' fields, and rows, begin at multiples of so many bytes.
+_ALIGNED, _ROW_ALIGNED = 16, 256
 
 
 @dataclass(kw_only=True, eq=False)
@@ -33,11 +35,14 @@ class Lane:
         age: of the slot's memory that it lies in.
         blocks: where records are gathered.
         rows: [R, B, H] for what arrives.
+        joint: where records and rows of a rank lie next to each other: uint8 [R, n], all that
+            travels when the dispatch is full.
     """
 
     age: int
     blocks: Blocks
     rows: Tensor
+    joint: Tensor | None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -54,9 +59,10 @@ class GatheredRecords(C10dCommunicator):
 
     Attributes:
         _tells: the host asks what the blocks say.
+        _joins: rows may travel along with records.
     """
 
-    _tells = False
+    _tells = _joins = False
 
     def __init__(self, config: EPConfig, group: Group) -> None:
         super().__init__(config, group)
@@ -90,14 +96,18 @@ class GatheredRecords(C10dCommunicator):
 
     def _make_lane(self, call: DispatchCall, values: Tensor, scales: Tensor | None) -> Lane:
         layout, slot = self._record_layout(call, scales), self._slots[call.slot]
-        head = 0 if call.reuse is not None else HEAD_BYTES
-        most = self.config.bucket * layout.num_bytes + HEAD_BYTES
-        memory = slot.tensor(
-            "records",
-            (self.num_ranks, head + call.bucket * layout.num_bytes),
-            torch.uint8,
-            reserve=self.num_ranks * most,
-        )
+        head, joint = 0 if call.reuse is not None else HEAD_BYTES, None
+        if self._joins and head and self.num_ranks == len(self._ranks_alive) == 2:
+            joint, memory, rows = self._join(call, layout, values)
+        else:
+            most = self.config.bucket * layout.num_bytes + HEAD_BYTES
+            memory = slot.tensor(
+                "records",
+                (self.num_ranks, head + call.bucket * layout.num_bytes),
+                torch.uint8,
+                reserve=self.num_ranks * most,
+            )
+            rows = self._row_room(call, values)
         index = None
         if head and call.bucket and self._router.fits(call.topk_weights):
             index = self._index_launches(slot, call.bucket)
@@ -109,9 +119,39 @@ class GatheredRecords(C10dCommunicator):
             row_bytes=values.shape[1] * values.dtype.itemsize,
             index=index,
             tells=self._tells,
+            own=None if joint is None else rows[self.rank],
         )
-        rows = self._row_room(call, values)
-        return Lane(age=slot.age, blocks=blocks, rows=rows)
+        return Lane(age=slot.age, blocks=blocks, rows=rows, joint=joint)
+
+    def _join(
+        self, call: DispatchCall, layout: RecordLayout, values: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Memory in which a rank's records and rows travel as one message, and rows lie together
+        all the same: rank 0's records, rank 0's rows, rank 1's rows, rank 1's records.
+
+        Returns: the joint memory [2, n], records [2, bytes], rows [2, B, H].
+        """
+        width = values.shape[1] * values.dtype.itemsize
+
+        def sizes(bucket: int) -> tuple[int, int]:
+            """Bytes of a rank's records, room to align the second's included, and of its rows."""
+            records = HEAD_BYTES + bucket * layout.num_bytes
+            return round_up(records + _ALIGNED, _ROW_ALIGNED), bucket * width
+
+        records, rows = sizes(call.bucket)
+        most = 2 * sum(sizes(self.config.bucket))
+        joint = self._slots[call.slot].tensor(
+            "joint", (2, records + rows), torch.uint8, reserve=most
+        )
+        flat = joint.view(-1)
+        used = HEAD_BYTES + call.bucket * layout.num_bytes
+        second = round_up(records + 2 * rows, _ALIGNED)
+        placed = flat[records : records + 2 * rows].view(values.dtype)
+        return (
+            joint,
+            flat.as_strided((2, used), (second, 1)),
+            placed.view(2, call.bucket, values.shape[1]),
+        )
 
     def _index_launches(self, slot: Workspace, bucket: int) -> IndexLaunches:
         """Those of the slot; their memory is never replaced, since graphs may hold it."""
@@ -137,12 +177,12 @@ class GatheredRecords(C10dCommunicator):
         *,
         inline: bool,
         was_full: bool = False,
-        rows: tuple[Tensor, Tensor] | None = None,
+        joint: Tensor | None = None,
     ) -> Gathering:
         """Write this rank's records, and send them to all.
 
-        inline: as all_gather has it. was_full: a fact. rows: sent and received along with the
-        records, where there are two ranks.
+        inline: as all_gather has it. was_full: a fact. joint: the lane's, where rows, already in
+        their place, travel along.
         """
         blocks = lane.blocks
         self._agree_on(call, blocks)
@@ -156,13 +196,12 @@ class GatheredRecords(C10dCommunicator):
                 call.topk_idx, weights, call.num_tokens, call.call, was_full=was_full
             )
         transfer: Transfer = Done()
-        if rows is not None:
-            (peer,) = self._transport.others
-            records = blocks.mine, blocks.memory[peer]
-            transfer = self._transport.swap(Phase.DISPATCH, (records, rows))
-        elif blocks.memory.shape[1]:
+        if blocks.memory.shape[1]:
             transfer = self._transport.all_gather(
-                Phase.DISPATCH, blocks.memory, Kind.RECORDS, inline=inline
+                Phase.DISPATCH,
+                blocks.memory if joint is None else joint,
+                Kind.RECORDS,
+                inline=inline,
             )
         return Gathering(lane=lane, located=located, transfer=transfer)
 
@@ -201,17 +240,12 @@ class GatheredRecords(C10dCommunicator):
                 extras[name] = self._extra_room(call, field).copy_(came)
         return extras
 
-    def _row_bytes(self, call: DispatchCall, lane: Lane) -> Tensor:
-        """The lane's rows as uint8 [R, B * bytes]."""
-        shape = (self.num_ranks, call.bucket * lane.blocks.row_bytes)
-        return self._slots[call.slot].tensor("rows", shape, torch.uint8)
-
     def _send_bucket(
         self, call: DispatchCall, lane: Lane, values: Tensor, *, direct: bool
     ) -> Transfer:
         """The whole bucket's rows under way to all ranks, into their places. direct: from `values`
         themselves, which are the whole bucket; this rank's own are still to be placed then."""
-        places = self._row_bytes(call, lane)
+        places = as_bytes(lane.rows.flatten(1))
         if not direct:
             lane.rows[self.rank, : call.num_rows].copy_(values)
         if not self._transport.in_place:

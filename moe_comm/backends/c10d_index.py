@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_comm.backends.slab_launch import Form, Places, launch
+from moe_comm.backends.direct_launch import Launch
 
 # expert_offsets [L + 1], row_index [capacity], choice_position [M, K], int32.
 Index = tuple[Tensor, Tensor, Tensor]
@@ -47,43 +47,40 @@ class IndexLaunches:
 
         self.num_rows, self.num_topk = num_rows, num_topk
         self.num_local_experts, self.capacity = num_local_experts, capacity
-        self.device, self._kernels = status.device, kernels
+        self.device = status.device
         choices, experts = num_rows * num_topk, num_local_experts
         totals, counts = memory[:experts], memory[experts:]
-        self._programs = -(-choices // kernels.CHUNK)
+        chunks = -(-choices // kernels.CHUNK)
         # Nothing goes through the pointers of an Order, which is not wanted here.
         common: dict[str, Tensor | int] = {
             "status_ptr": status, "counts_ptr": counts, "starts_ptr": counts, "totals_ptr": totals,
-            "num_choices": choices, "num_chunks": self._programs, "capacity": capacity,
-            "L": experts, "readable_ptr": status, "order_ptr": status, "order_weights_ptr": status,
+            "num_choices": choices, "num_chunks": chunks, "capacity": capacity, "L": experts,
+            "readable_ptr": status, "order_ptr": status, "order_weights_ptr": status,
             "count_ptr": status, "weights_ptr": status,
         }  # fmt: skip
 
-        def places(kernel: Any, num_given: int) -> Places:
-            chosen = {name: common[name] for name in kernel.arg_names if name in common}
-            return Places(kernel, num_given, **chosen)
+        def step(kernel: Any, options: dict[str, Any]) -> Launch:
+            known = {name: common[name] for name in kernel.arg_names if name in common}
+            return Launch(kernel, options, **known)
 
         shape = {"K": num_topk, "KP": _power_of_2(num_topk), "ORDER": False, "num_warps": 8}
         self._at_once = choices <= kernels.ONE_LAUNCH_CHOICES
         if self._at_once:
-            self._programs = kernels.one_launch_programs(choices, experts)
-            self._rank = places(kernels._one_launch_kernel, 4)
             counting = kernels.one_launch_form(
                 choices, experts, interpreted=self.device.type == "cpu"
             )
-            self._ranked = Form({**shape, "QUERY": kernels.QUERIES, **counting}, blocks=1)
+            self._rank = step(
+                kernels._one_launch_kernel, {**shape, "QUERY": kernels.QUERIES, **counting}
+            )
+            self._programs = kernels.one_launch_programs(choices, experts), 1
             return
-        self._scanners = -(-experts // kernels.SCANNED)
-        bins = _power_of_2(experts + 1)
-        self._count = places(kernels._count_kernel, 1)
-        self._counted = Form({"BLOCK": kernels.CHUNK, "BINS": bins, "ORDER": False}, blocks=1)
-        self._scan = places(kernels._scan_kernel, 1)
-        rows = min(256, _power_of_2(self._programs))
-        self._scanned = Form(
-            {"EXPERTS": kernels.SCANNED, "ROWS": rows, "BINS": bins, "num_warps": 8}, blocks=1
-        )
-        self._place = places(kernels._place_kernel, 4)
-        self._placed = Form({**shape, "BLOCK": kernels.CHUNK, "BINS": bins}, blocks=1)
+        self._programs, self._scanners = (chunks, 1), (-(-experts // kernels.SCANNED), 1)
+        bins, rows = _power_of_2(experts + 1), min(256, _power_of_2(chunks))
+        chunk = {"BLOCK": kernels.CHUNK, "BINS": bins}
+        self._count = step(kernels._count_kernel, {**chunk, "ORDER": False})
+        scan = {"EXPERTS": kernels.SCANNED, "ROWS": rows, "BINS": bins, "num_warps": 8}
+        self._scan = step(kernels._scan_kernel, scan)
+        self._place = step(kernels._place_kernel, {**shape, **chunk})
 
     def room(self) -> Index:
         """New tensors for a call's answer."""
@@ -99,20 +96,17 @@ class IndexLaunches:
 
         Returns: out, or room().
         """
-        kernels = self._kernels
-        out = self.room() if out is None else out
-        offsets, row_index, position = out
-        given = (local_idx, offsets, row_index, position)
+        offsets, row_index, position = out = self.room() if out is None else out
         if self.num_local_experts == 0:
             offsets.zero_()
             row_index.fill_(-1)
             position.fill_(-1)
         elif self._at_once:
-            launch(kernels._one_launch_kernel, self._programs, self._rank, self._ranked, given)
+            self._rank(self._programs, local_idx, *out)
         else:
-            launch(kernels._count_kernel, self._programs, self._count, self._counted, (local_idx,))
-            launch(kernels._scan_kernel, self._scanners, self._scan, self._scanned, (offsets,))
-            launch(kernels._place_kernel, self._programs, self._place, self._placed, given)
+            self._count(self._programs, local_idx)
+            self._scan(self._scanners, offsets)
+            self._place(self._programs, local_idx, *out)
         return out
 
 

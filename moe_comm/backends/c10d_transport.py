@@ -128,18 +128,6 @@ class Done(Transfer):
         """Returns at once."""
 
 
-class _Several(Transfer):
-    """Some transfers as one."""
-
-    def __init__(self, transfers: Sequence[Transfer]) -> None:
-        self._transfers = transfers
-
-    def wait(self) -> None:
-        """See Transfer."""
-        for transfer in self._transfers:
-            transfer.wait()
-
-
 class Transport(abc.ABC):
     """Exchanges of one group.
 
@@ -189,7 +177,7 @@ class Transport(abc.ABC):
     def all_gather(
         self, phase: Phase, buffer: Tensor, kind: Kind, *, inline: bool = False
     ) -> Transfer:
-        """In place on uint8 [R, n], contiguous: row `rank` of every rank comes to all.
+        """In place on uint8 [R, n], rows contiguous: row `rank` of every rank comes to all.
 
         inline: what follows on the current stream needs it at once.
         """
@@ -198,18 +186,6 @@ class Transport(abc.ABC):
     def all_to_all_equal(self, phase: Phase, send: Tensor, recv: Tensor, kind: Kind) -> Transfer:
         """uint8 [R, n] each, contiguous: row r goes to rank r. This rank's own row of `recv` is
         left alone, or becomes that of `send`."""
-
-    def swap(self, phase: Phase, pairs: Sequence[tuple[Tensor, Tensor]]) -> Transfer:
-        """With the only other rank: send the first and receive the second of each pair, contiguous
-        uint8, in order and all at once."""
-        (peer,) = self.others
-        kinds = (Kind.RECORDS, Kind.ROWS)
-        return _Several(
-            [
-                self.all_to_all(phase, {peer: give}, {peer: take}, kind)
-                for (give, take), kind in zip(pairs, kinds, strict=True)
-            ]
-        )
 
     def to_host(self, phase: Phase, tensor: Tensor) -> Tensor:
         """A copy on the host, after what lies before it on the current stream; the wait is bounded.

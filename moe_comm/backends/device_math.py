@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_comm import layout, numerics, wire
+from moe_comm.backends import sum_launches
 from moe_comm.backends.packing import as_bytes, put_rows, take_rows
 from moe_comm.status import StatusBit
 from moe_comm.wire import Wire
@@ -81,23 +82,31 @@ def partial_sums(
     weights_applied: bool,
     fill_empty: bool,
     out: Tensor,
+    rows: range | None = None,
 ) -> None:
     """The contract's partial(t, rank) of each received row, into `out`.
 
     Args:
         y: [N, D] expert rows.
-        weights: [M, K], fp32 (or float64 with y in float64).
+        weights: [M, K], fp32 (or float64 with y in float64); any shape of as many elements, as
+            out.
         position: [M, K] int32, the expert row of each choice, -1 where there is none.
         weights_applied: add without weights.
         fill_empty: make rows without a choice zero (a rank's choices may all have been dropped
             beyond the capacity); else they may stay undefined.
         out: [M, D] in y's dtype.
+        rows: which of the M rows, consecutive ones; default all.
     """
     if y.is_cuda and y.dtype in _KERNEL_DTYPES and weights.dtype == torch.float32:
-        from moe_comm.kernels.partial_sums import partial_sums as on_cuda
-
-        on_cuda(y.contiguous(), position, weights, weights_applied=weights_applied, out=out)
-    elif y.device.type == "cpu":
+        sum_launches.partial_sums(
+            y.contiguous(), position, weights, weights_applied=weights_applied, out=out, rows=rows
+        )
+        return
+    weights, out = weights.view(position.shape), out.view(position.shape[0], y.shape[1])
+    if rows is not None:
+        part = slice(rows.start, rows.stop)
+        weights, position, out = weights[part], position[part], out[part]
+    if y.device.type == "cpu":
         if fill_empty:
             out.zero_()
         _partial_sums_cpu(y, weights, position, weights_applied, out)
@@ -125,10 +134,11 @@ def fold(
         out: [T, D].
     """
     if terms.is_cuda and out.dtype in _KERNEL_DTYPES:
-        from moe_comm.kernels.partial_sums import fold as on_cuda
-
         rows = wire.dequantize(terms, scales, form)
-        on_cuda(rows, who.to(torch.int32), bias=_bias_sum(biases, out), out=out)
+        whole = out.contiguous()
+        sum_launches.fold(rows, who.to(torch.int32), bias=_bias_sum(biases, out), out=whole)
+        if whole is not out:
+            out.copy_(whole)
     elif terms.device.type == "cpu":
         _fold_cpu(terms, scales, form, who, biases, out)
     else:

@@ -41,11 +41,11 @@ class RecordLayout:
         at, widest = 0, 1
         for field in fields:
             size = field.dtype.itemsize
-            at = _round_up(at, size)
+            at = round_up(at, size)
             self._start[field.name] = at
             at += field.num_bytes
             widest = max(widest, size)
-        self.num_bytes = _round_up(at, widest)
+        self.num_bytes = round_up(at, widest)
 
     def start(self, *names: str) -> tuple[int, ...]:
         """Bytes at which fields begin in a record."""
@@ -64,7 +64,8 @@ class RecordLayout:
         return typed.unflatten(-1, field.shape) if field.shape else typed.squeeze(-1)
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """The next multiple."""
     return -(-value // multiple) * multiple
 
 
