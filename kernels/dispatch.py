@@ -264,7 +264,7 @@ def _dispatch_kernel(
     PAYLOAD_P: tl.constexpr, ROWS_TO: tl.constexpr, ROW_ALIGN: tl.constexpr,
     NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr, T_ON_DEVICE: tl.constexpr,
     RELEASE_IDS: tl.constexpr, RELEASE_ROWS: tl.constexpr, WAIT_ROWS: tl.constexpr,
-    DIRECT: tl.constexpr, CHUNKS: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
+    DIRECT: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
     RANKED: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, QUERY: tl.constexpr,
     KEYS: tl.constexpr, KEYS_UNROLL: tl.constexpr, EXACT: tl.constexpr, POLL: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -320,7 +320,7 @@ def _dispatch_kernel(
                         fold_count_ptr, status_ptr, rank, E, K, KP, C,
                     )  # fmt: skip
                 if program == 0:
-                    settle(state_ptr, combine_channel, CHUNKS, CHUNKS, NUM_CHANNELS)
+                    settle(state_ptr, combine_channel, 1, 1, NUM_CHANNELS)
             else:
                 target = release_target(
                     peers_ptr, alive_ptr, flags_offset, rows_channel, rank, R, RP

@@ -141,7 +141,8 @@ def _forward_kernel(
     Ids travel for every token, since they tell a peer that it was not reached; scales, weights and
     payloads for tiles with a token for the peer; rows one by one where fewer than three quarters of
     the tile are for it. With OWN this rank's own part is forwarded too (its rows wait like all
-    others). arrivals int32 [channels, R], 0 before and after.
+    others); without, which is combine, no row and no scales are put that are not for the peer:
+    memory of partial sums stays empty but for those (moe_comm.kernels.returned_rows). arrivals int32 [channels, R], 0 before and after.
 
     Example: R = 2, 8 programs: programs 0, 2, 4, 6 forward to the right neighbour, every fourth
     tile each; 1, 3, 5, 7 to this rank itself. The last of each four writes that rank's flag.
@@ -172,10 +173,11 @@ def _forward_kernel(
                     pes_ptr, NVSHMEM,
                 )  # fmt: skip
                 if num_reached > 0:
-                    _put_rows(
-                        peer, part, scales_piece, scales_place, scales_bytes, first, count, block,
-                        peers_ptr, pes_ptr, NVSHMEM,
-                    )  # fmt: skip
+                    if OWN:
+                        _put_rows(
+                            peer, part, scales_piece, scales_place, scales_bytes, first, count,
+                            block, peers_ptr, pes_ptr, NVSHMEM,
+                        )  # fmt: skip
                     _put_rows(
                         peer, part, weights_piece, weights_place, weights_bytes, first, count,
                         block, peers_ptr, pes_ptr, NVSHMEM,
@@ -184,17 +186,19 @@ def _forward_kernel(
                         peer, part, payload_piece, payload_place, payload_bytes, first, count,
                         block, peers_ptr, pes_ptr, NVSHMEM,
                     )  # fmt: skip
-                    if 4 * num_reached >= 3 * count:
-                        _put_rows(
-                            peer, part, rows_piece, rows_place, rows_bytes, first, count, block,
-                            peers_ptr, pes_ptr, NVSHMEM,
-                        )  # fmt: skip
-                    else:
-                        for r in range(count):
-                            if tl.sum(tl.where(row == r, reached, 0), 0) > 0:
+                    # How many rows at a time: the tile's, or one.
+                    whole = 4 * num_reached >= (3 if OWN else 4) * count
+                    size = tl.where(whole, count, 1)
+                    for r in range(0, count, size):
+                        if whole | (tl.sum(tl.where(row == r, reached, 0), 0) > 0):
+                            _put_rows(
+                                peer, part, rows_piece, rows_place, rows_bytes, first + r, size,
+                                block, peers_ptr, pes_ptr, NVSHMEM,
+                            )  # fmt: skip
+                            if OWN == 0:
                                 _put_rows(
-                                    peer, part, rows_piece, rows_place, rows_bytes, first + r,
-                                    tl.full((), 1, tl.int32), block, peers_ptr, pes_ptr, NVSHMEM,
+                                    peer, part, scales_piece, scales_place, scales_bytes,
+                                    first + r, size, block, peers_ptr, pes_ptr, NVSHMEM,
                                 )  # fmt: skip
             if NVSHMEM:
                 _quiet()

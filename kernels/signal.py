@@ -30,14 +30,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Phases of a slot. COMBINE is the first of MAX_CHUNKS phases, one a chunk of a combine. A dispatch
-# settles all of these at once: a power of two.
+# Phases of a slot.
 DISPATCH = 0
 ROWS = 1
 RELEASE = 2
 COMBINE = 3
-MAX_CHUNKS = 8
-NUM_PHASES = COMBINE + MAX_CHUNKS
+NUM_PHASES = 4
 
 # StatusBit of moe_comm.status; a test holds the two together.
 INVALID_ID = tl.constexpr(1)
@@ -216,30 +214,47 @@ def wait(
         if (waiting > 0) & ((spins % 256 == 1) | INTERPRET):
             if spins == 1:
                 start = now_ns(POLL, INTERPRET)
-            if is_fatal(status_ptr, POLL) > 0:
-                waiting = waiting * 0
-            else:
-                peer = tl.min(tl.where(late, source, POLL), 0)
-                other = unexpected_channel(
-                    flags_ptr, channel, want, peer, rank, NUM_CHANNELS, CHANNELS_P, R
+            peer = tl.min(tl.where(late, source, POLL), 0)
+            waiting = waiting * (
+                1 - is_over(
+                    flags_ptr, status_ptr, channel, want, peer, rank, start, timeout_ns,
+                    NUM_CHANNELS, CHANNELS_P, R, POLL, INTERPRET,
                 )
-                expired = (now_ns(POLL, INTERPRET) - start > timeout_ns) | INTERPRET
-                if (other >= 0) | expired:
-                    if tl.atomic_cas(status_ptr + 1, 0, channel + 1) == 0:
-                        at = tl.atomic_add(flags_ptr + channel * R + peer, 0)
-                        host = tl.load((status_ptr + _STATUS_WORDS).to(tl.pointer_type(tl.int64)))
-                        host_ptr = host.to(tl.pointer_type(tl.int32))
-                        tl.store(host_ptr + 1, channel + 1)
-                        _store_failure(status_ptr, peer, count_of(at), want, other)
-                        _store_failure(host_ptr, peer, count_of(at), want, other)
-                        tl.debug_barrier()
-                        bit = tl.where(other >= 0, PHASE, TIMEOUT)
-                        tl.atomic_or(status_ptr, bit, sem="release", scope="sys")
-                        tl.store(host_ptr, bit)
-                    waiting = waiting * 0
+            )  # fmt: skip
     missing = tl.max(late.to(tl.int32), 0)
     tl.debug_barrier()
     return 1 - missing
+
+
+@triton.jit
+def is_over(
+    flags_ptr, status_ptr, channel, want, peer, rank, start, timeout_ns,
+    NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr, R: tl.constexpr, POLL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """1 where waiting for `peer` since `start` has no point any more: after a failure, where the
+    peer is in another call, or after timeout_ns. The latter two are noted in the status, unless
+    another program has noted a failure before."""
+    over = is_fatal(status_ptr, POLL)
+    if over == 0:
+        other = unexpected_channel(
+            flags_ptr, channel, want, peer, rank, NUM_CHANNELS, CHANNELS_P, R
+        )
+        expired = (now_ns(POLL, INTERPRET) - start > timeout_ns) | INTERPRET
+        if (other >= 0) | expired:
+            over = over + 1
+            if tl.atomic_cas(status_ptr + 1, 0, channel + 1) == 0:
+                at = tl.atomic_add(flags_ptr + channel * R + peer, 0)
+                host = tl.load((status_ptr + _STATUS_WORDS).to(tl.pointer_type(tl.int64)))
+                host_ptr = host.to(tl.pointer_type(tl.int32))
+                tl.store(host_ptr + 1, channel + 1)
+                _store_failure(status_ptr, peer, count_of(at), want, other)
+                _store_failure(host_ptr, peer, count_of(at), want, other)
+                tl.debug_barrier()
+                bit = tl.where(other >= 0, PHASE, TIMEOUT)
+                tl.atomic_or(status_ptr, bit, sem="release", scope="sys")
+                tl.store(host_ptr, bit)
+    return over
 
 
 @triton.jit

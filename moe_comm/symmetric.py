@@ -83,6 +83,10 @@ class SymmetricMemory(abc.ABC):
         start, size = self.regions.span(name, shape, dtype, offset)
         return self.block[start : start + size].view(dtype).view(shape)
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in this rank's block."""
+        return 0 <= tensor.data_ptr() - self.block.data_ptr() < self.block.numel()
+
     @abc.abstractmethod
     def peer_view(
         self, rank: int, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0

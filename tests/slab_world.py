@@ -87,7 +87,7 @@ class VirtualWorld:
         """Rows nobody has written must be seen: NaN in every value region of every rank."""
         for memory in self.memories:
             for name in (
-                "dispatch_rows", "dispatch_scales", "topk_weights", "combine_rows", "staging"
+                "dispatch_rows", "dispatch_scales", "topk_weights", "staging"
             ):  # fmt: skip
                 size = memory.regions.sizes.get(name, 0)
                 if not size:
@@ -215,4 +215,12 @@ class VirtualWorld:
             rows, [d.handle for d in want], biases=options.get("biases"), **reference
         )
         self.check_combined(self.combine(rows, got, **options), combined)
+        self.check_returned_rows_are_empty()
         assert [engine.status.tolist() for engine in self.engines] == [[0] * 8] * self.num_ranks
+
+    def check_returned_rows_are_empty(self) -> None:
+        """Between combines, memory of partial sums is as moe_comm.kernels.returned_rows wants it."""
+        for memory in self.memories:
+            for name in ("combine_rows", "combine_scales"):
+                size = memory.regions.sizes[name]
+                assert bool((memory.view(name, (size,), torch.uint8) == 0xFF).all()), name

@@ -21,6 +21,22 @@ def test_high_throughput_combine_where_rows_and_bucket_are_odd(wire) -> None:
 
 
 @inside
+@pytest.mark.parametrize("wire", ["bf16", "fp8", "mxfp8"])
+def test_a_nan_of_all_ones_is_returned_as_a_nan(wire) -> None:
+    """All ones mark memory that no partial sum has come to."""
+    world = _world(2, chunk=4, hidden=64, combine_wire=wire)
+    got = world.dispatch(world.inputs((9, 3), torch.Generator().manual_seed(17), masked=0.0))
+    rows = [torch.ones(2, d.handle.bucket, 64, dtype=torch.bfloat16) for d in got]
+    for y in rows:
+        y[:, 1].view(torch.int16).fill_(-1)
+    for out in world.combine(rows, got, layout="rows"):
+        assert bool(out[1].isnan().all())
+        assert not bool(out[[0, 2]].isnan().any())
+    assert all(not engine.status.any() for engine in world.engines)
+    world.check_returned_rows_are_empty()
+
+
+@inside
 def test_ids_beyond_32_bits_count_as_masked() -> None:
     from moe_comm.backends.reference import RankInput
     from moe_comm.status import StatusBit

@@ -29,7 +29,7 @@ FOR_TWO = [
 
 def world(num_ranks: int, mode: str, chunk: int = 1024, **shape: Any) -> VirtualWorld:
     config = EPConfig(**{"num_experts": 896, "num_topk": 16, "hidden": 3584} | shape)
-    tuning = SlabTuning(mode=mode, combine_chunk_tokens=chunk)
+    tuning = SlabTuning(mode=mode, combine_lag=chunk)
     return VirtualWorld(config, num_ranks, torch.device("cuda", 0), tuning)
 
 

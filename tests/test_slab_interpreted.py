@@ -45,7 +45,7 @@ def _world(num_ranks=3, mode="low-latency", chunk=1 << 20, **shape):
     config = EPConfig(
         **{"num_experts": 10, "num_topk": 4, "hidden": 48, "max_tokens_per_rank": 9} | shape
     )
-    tuning = SlabTuning(mode=mode, combine_chunk_tokens=chunk)
+    tuning = SlabTuning(mode=mode, combine_lag=chunk)
     return VirtualWorld(config, num_ranks, CPU, tuning)
 
 

@@ -107,7 +107,7 @@ def test_direct_launches_are_tritons(mode, wire, monkeypatch) -> None:
     )  # fmt: skip
     memory = VirtualSymmetricMemory.create(2, region_sizes(config, 2), CPU)[1]
     group: Any = SimpleNamespace(rank=1, num_ranks=2, device=CPU)
-    tuning = SlabTuning(mode=mode, combine_chunk_tokens=16)
+    tuning = SlabTuning(mode=mode, combine_lag=16)
     comm = SlabCommunicator(config, group, tuning=tuning, memory=memory)
     watched = Watched(monkeypatch)
     generator = torch.Generator().manual_seed(1)

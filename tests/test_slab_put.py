@@ -32,7 +32,7 @@ def world(num_ranks: int = 2, mode: str = "low-latency", programs: int = 4, **sh
     config = EPConfig(
         **{"num_experts": 10, "num_topk": 3, "hidden": 48, "max_tokens_per_rank": 6} | shape
     )
-    tuning = SlabTuning(mode=mode, combine_chunk_tokens=4, put_programs=programs)
+    tuning = SlabTuning(mode=mode, combine_lag=4, put_programs=programs)
     return VirtualWorld(config, num_ranks, CPU, tuning, puts=True)
 
 

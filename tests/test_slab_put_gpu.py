@@ -30,7 +30,7 @@ def test_virtual_ranks(mode, num_ranks, tokens) -> None:
         num_experts=896, num_topk=16, hidden=3584, max_tokens_per_rank=max(tokens),
         combine_wire="fp8",
     )  # fmt: skip
-    tuning = SlabTuning(mode=mode, combine_chunk_tokens=128)
+    tuning = SlabTuning(mode=mode, combine_lag=128)
     here = VirtualWorld(config, num_ranks, torch.device("cuda", 0), tuning, puts=True)
     # Few choices: many rows go alone.
     for masked in (0.1, 0.9):

@@ -57,8 +57,10 @@ def expected(
             here = range(begin, min(begin + tile, tokens.stop))
             hits = [bool(reached[peer, token]) for token in here]
             for token, hit in zip(here, hits, strict=True):
-                rows = hit or 4 * sum(hits) >= 3 * len(hits)
-                travels = [rows and any(hits), any(hits), True, any(hits), any(hits)]
+                # Combine's memory holds nothing but what is for the peer.
+                rows = hit or (own and 4 * sum(hits) >= 3 * len(hits))
+                scales = any(hits) if own else hit
+                travels = [rows and any(hits), scales, True, any(hits), any(hits)]
                 for piece in range(PIECES):
                     size = layout.row_bytes[piece]
                     if travels[piece] and size:

@@ -46,7 +46,7 @@ def _mixed(num_ranks=2):
 
     config = EPConfig(num_experts=10, num_topk=4, hidden=48, max_tokens_per_rank=9)
     large = 9 * 48 * 2
-    tuning = SlabTuning(copy_from_bytes=large, combine_chunk_tokens=4)
+    tuning = SlabTuning(copy_from_bytes=large, combine_lag=4)
     return VirtualWorld(config, num_ranks, CPU, tuning)
 
 

@@ -148,9 +148,7 @@ def mixed(context: RankContext, rounds: int) -> None:
 
     config = EPConfig(num_experts=16, num_topk=1, hidden=1024, max_tokens_per_rank=512)
     limit = 256 * 1024 * 2
-    tuning = SlabTuning(
-        copy_from_bytes=limit, combine_chunk_tokens=128
-    )
+    tuning = SlabTuning(copy_from_bytes=limit, combine_lag=128)
     group = Group(device=torch.device("cuda", context.rank))
     with SlabCommunicator(config, group, tuning=tuning) as comm:
         assert (comm.mode_for(512), comm.mode_for(16)) == ("high-throughput", "low-latency")

@@ -39,6 +39,10 @@ class CombineLaunches(CombineKernel):
 
     def _buffers(self, call: CombineCall) -> Buffers:
         y, out = call.y.contiguous(), call.out
+        if self.memory.holds(y):
+            # Received rows given back as they are: a rank that is done may dispatch into them while
+            # this one still reads.
+            y = y.clone()
         if out is None:
             shape = (call.handle.num_rows, self.config.hidden)
             out = torch.empty(shape, dtype=y.dtype, device=self.device)
@@ -46,17 +50,14 @@ class CombineLaunches(CombineKernel):
         return Buffers(y, out, target, summed_bias(call), self._last_handle)
 
     def _combine_by_puts(self, call: CombineCall, plan: Plan, *, send: bool, receive: bool) -> None:
-        """Partial sums wait in this rank's block and are forwarded by a launch a chunk."""
+        """Partial sums wait in this rank's block and are forwarded by a launch of their own."""
         from moe_comm.kernels.signal import COMBINE
 
         slot, bucket = call.handle.slot, call.handle.bucket
         if send:
             staged = self._stage_combine(slot, bucket, call.prepared.y.dtype)
             self._combine_kernel(call, plan, send=True, receive=False, staged=staged)
-            size = plan.combine_tokens(bucket)
-            for chunk in range(plan.combine_chunks):
-                tokens = (min(chunk * size, bucket), min((chunk + 1) * size, bucket))
-                self._forward_combine(slot, bucket, staged, tokens, phase=COMBINE + chunk)
+            self._forward_combine(slot, bucket, staged, phase=COMBINE)
         if receive:
             self._combine_kernel(call, plan, send=False, receive=True)
 

@@ -37,8 +37,8 @@ class CombineKernel(PutLaunches):
         self, call: CombineCall, plan: Plan, *, send: bool, receive: bool,
         staged: Staged | None = None,
     ) -> None:  # fmt: skip
-        """Partial sums and final sum. With `staged` the partial sums wait there to be put, and
-        nothing is released."""
+        """Partial sums and final sum. With `staged` the partial sums wait there to be put, which
+        also tells of the call."""
         from moe_comm.kernels.combine import _combine_kernel
 
         handle, bucket, number = call.handle, call.handle.bucket, call.handle.slot
@@ -48,12 +48,11 @@ class CombineKernel(PutLaunches):
             plan, bucket, buffers.y.dtype, layout=call.layout, applied=call.weights_applied,
             biased=bias is not None, releases=send and staged is None, send=send, receive=receive,
         )  # fmt: skip
-        chunk_tokens = plan.combine_tokens(bucket)
-        units = chunk_tokens * form.blocks
-        senders = units * max(self.num_ranks - 1, 1)
-        items = plan.combine_chunks * ((senders if send else 0) + (units if receive else 0))
-        # Fewer programs than items stay for several, and so must all run at once.
-        programs = min(items, plan.combine_programs or items)
+        adds = bucket * form.blocks
+        sends = adds * (self.num_ranks - 1)
+        items = (sends if send else 0) + (adds if receive else 0)
+        # One more that tells of the call, and one that waits until all ranks are in it.
+        programs = min(items, plan.combine_programs or items) + send + receive
         if staged is not None:
             peers = staged.table
             rows_at, scales_at = staged.offset("combine_rows"), staged.offset("combine_scales")
@@ -70,8 +69,7 @@ class CombineKernel(PutLaunches):
         )
         given = (
             buffers.y, bias if bias is not None else buffers.target, buffers.target, peers, rows_at,
-            scales_at, handle.num_rows, chunk_tokens, items,
-            senders if form.options["DIRECT"] else 1,
+            scales_at, handle.num_rows, plan.combine_lag * form.blocks, items,
         )  # fmt: skip
         launch(_combine_kernel, programs, places, form, given)
 
@@ -83,7 +81,7 @@ class CombineKernel(PutLaunches):
         slot = self._slots[number]
         partials, scales = self._returned(number, bucket, dtype)
         return Places(
-            _combine_kernel, 10,
+            _combine_kernel, 9,
             order_ptr=slot.order, order_weights_ptr=slot.order_weights,
             order_count_ptr=slot.order_count, fold_rank_ptr=slot.fold_rank,
             fold_count_ptr=slot.fold_count, alive_ptr=self.alive, peers_ptr=self.memory.peers,
@@ -112,9 +110,8 @@ class CombineKernel(PutLaunches):
                 WIRE=WIRE_CODE[wire.name], GROUP=wire.group or block, VALUE_BYTES=value.itemsize,
                 ROWS_LAYOUT=layout == "rows", APPLIED=applied,
                 ROW_ALIGN=alignment(hidden * value.itemsize), HAS_BIAS=biased,
-                CHUNKS=plan.combine_chunks, RELEASE_AFTER=releases,
-                DIRECT=plan.combine_chunks == 1 and self._tells_directly, SEND=send,
-                RECEIVE=receive, POLL=self._poll(warps), num_warps=warps, **self._common,
+                RELEASE=releases, SEND=send, RECEIVE=receive, POLL=self._poll(warps),
+                num_warps=warps, **self._common,
             )  # fmt: skip
             return Form(options, blocks=-(-hidden // block))
 

@@ -153,7 +153,6 @@ class DispatchKernel(PutLaunches):
         def make() -> Form:
             from moe_comm.kernels import ranked_index as ranking
             from moe_comm.kernels.dispatch import ID_TOKENS
-            from moe_comm.kernels.signal import MAX_CHUNKS
 
             config, wire, tuning = self.config, self.config.wire, self.tuning
             block, warps = self._dispatch_block()
@@ -179,7 +178,7 @@ class DispatchKernel(PutLaunches):
                 RELEASE_ROWS=releases and apart,
                 # Where later launches index, yet another one waits for the rows.
                 WAIT_ROWS=apart and (ranked or not indexes),
-                DIRECT=plan.mode == "low-latency" and self._tells_directly, CHUNKS=MAX_CHUNKS,
+                DIRECT=plan.mode == "low-latency" and self._tells_directly,
                 SEND=send, RECEIVE=receive, RANKED=ranked, P=starts, TILE=ranking.TILE,
                 QUERY=tuning.index_queries, KEYS=keys,
                 KEYS_UNROLL=min(16, next_power_of_2(-(-choices // keys))),

@@ -12,18 +12,14 @@ MODES = ("auto", "low-latency", "high-throughput")
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What a call launches. `mode` of the dispatch: "low-latency" or "high-throughput";
-    `*_programs`: the most programs, of a role in dispatch; `*_chunks`: pieces whose transfer
-    overlaps."""
+    `*_programs`: the most programs, of a role in dispatch; dispatch_chunks: pieces whose transfer
+    overlaps; combine_lag: tokens that a combine sends before it begins to add."""
 
     mode: str
     dispatch_programs: int
     dispatch_chunks: int
     combine_programs: int
-    combine_chunks: int
-
-    def combine_tokens(self, bucket: int) -> int:
-        """Tokens of a chunk of combine; the last may have fewer."""
-        return max(1, -(-bucket // self.combine_chunks))
+    combine_lag: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +32,7 @@ class SlabTuning:
         copy_from_bytes: bytes to one peer from which dispatch takes copies instead of stores.
         combine_programs: the most programs of a combine; 0: as many as there is work for. Others
             must all run at once, so at most one a multiprocessor is safe.
-        combine_chunk_tokens: tokens of one combine chunk.
+        combine_lag: tokens that a combine sends before it begins to add what others send.
         combine_few: programs up to which a combine takes smaller blocks to have more of them.
         direct_ranks: up to this many ranks each program of a low-latency call tells every rank
             itself; beyond, the last one does for all.
@@ -55,7 +51,7 @@ class SlabTuning:
     combine_block: int = 4096
     combine_warps: int = 8
     combine_programs: int = 0
-    combine_chunk_tokens: int = 512
+    combine_lag: int = 512
     combine_few: int = 256
     combine_unroll: int = 0
     direct_ranks: int = 8
@@ -80,17 +76,14 @@ class SlabTuning:
 
     def plan(self, config: EPConfig, bucket: int) -> Plan:
         """The plan of a call with this bucket; the same on every rank."""
-        from moe_comm.kernels.signal import MAX_CHUNKS
-
         mode = self.mode
         if mode == "auto":
             to_peer = bucket * config.wire.row_bytes(config.hidden)
             mode = "high-throughput" if to_peer >= self.copy_from_bytes else "low-latency"
-        chunks = max(1, min(MAX_CHUNKS, bucket // self.combine_chunk_tokens))
         return Plan(
             mode=mode,
             dispatch_programs=self.dispatch_programs,
             dispatch_chunks=self.dispatch_chunks,
             combine_programs=self.combine_programs,
-            combine_chunks=chunks,
+            combine_lag=min(self.combine_lag, bucket),
         )

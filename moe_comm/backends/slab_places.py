@@ -18,6 +18,8 @@ from moe_comm.symmetric import SymmetricMemory
 
 # Things kept, of any kind. A slot and bucket have about ten; more buckets than fit are made anew.
 MOST_KEPT = 2048
+# Integers of a number of bytes.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 T = TypeVar("T")
 
 
@@ -186,14 +188,20 @@ class SlabPlaces:
         return self._kept(("received", slot, bucket, dtype), make)
 
     def _returned(self, slot: int, bucket: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Partial sums from every rank, [R * B, H], and their scales [R * B, G]."""
+        """Bits of partial sums from every rank, [R * B, H], and of their scales [R * B, G]."""
         wire, rows = self.config.return_wire, self.num_ranks * bucket
-        hidden = self.config.hidden
-        value = self._view("combine_rows", slot, (rows, hidden), wire.value_dtype or dtype)
+        kind = _BITS[(wire.value_dtype or dtype).itemsize]
+        values = self._view("combine_rows", slot, (rows, self.config.hidden), kind)
         if wire.scale_dtype is None:
-            return value, None
-        shape = (rows, wire.num_groups(hidden))
-        return value, self._view("combine_scales", slot, shape, wire.scale_dtype)
+            return values, None
+        shape = (rows, wire.num_groups(self.config.hidden))
+        return values, self._view("combine_scales", slot, shape, _BITS[wire.scale_dtype.itemsize])
+
+    def _empty_returned(self) -> None:
+        """Memory of partial sums as it is between combines: all ones (moe_comm.kernels.combine)."""
+        for name in ("combine_rows", "combine_scales"):
+            if size := self.memory.regions.sizes[name]:
+                self.memory.view(name, (size,), torch.uint8).fill_(0xFF)
 
     def _rows_at(
         self, peer: int, name: str, slot: int, bucket: int, dtype: torch.dtype, columns: int

@@ -88,13 +88,11 @@ class PutLaunches(SlabState):
             num_rows=call.num_rows,
         )  # fmt: skip
 
-    def _forward_combine(
-        self, slot: int, bucket: int, staged: Staged, tokens: tuple[int, int], *, phase: int
-    ) -> None:
-        """Forward the partial sums of one chunk and release it. A token has one where it has a
-        choice here."""
+    def _forward_combine(self, slot: int, bucket: int, staged: Staged, *, phase: int) -> None:
+        """Forward the partial sums and release `phase`. A token has one where it has a choice
+        here."""
         self._forward(
-            slot, staged, tokens, marks=self._slots[slot].order_count, marks_part=bucket,
+            slot, staged, (0, bucket), marks=self._slots[slot].order_count, marks_part=bucket,
             num_marks=1, least=1, own=False, channel=self._channel(slot, phase), num_tokens=0,
             num_rows=0,
         )  # fmt: skip

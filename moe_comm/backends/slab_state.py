@@ -165,6 +165,9 @@ class SlabState(SlabStreams):
             else 1
         )
         self.flags = memory.view("flags", (channels, num_ranks), torch.int64)
+        self._empty_returned()
+        # Others write there once they have seen a call of this rank, on whatever stream it is.
+        self._synchronize()
         constants = {name: self._common[name] for name in ("R", "RP", "NUM_CHANNELS")}
         self._release_form = Form({**constants, "num_warps": 1}, blocks=1)
         self._wait_form = Form({**self._common, "POLL": self._poll(1), "num_warps": 1}, blocks=1)
@@ -234,6 +237,8 @@ class SlabState(SlabStreams):
             ahead = max(((other - first + 2**31) % 2**32 - 2**31 for other in others), default=0)
             furthest.append((first + max(ahead, 0) + 2**31) % 2**32 - 2**31)
         self.state[0].copy_(torch.tensor(furthest, dtype=torch.int32))
+        # A call that failed may have left partial sums.
+        self._empty_returned()
         # What arrived is counted on from, so every source's words start from the agreed count too.
         self.flags.copy_((self.state[0].long() << 32).unsqueeze(1).expand_as(self.flags))
         self._synchronize()

@@ -1,0 +1,213 @@
+"""Partial sums in symmetric memory that are their own flags: put by one rank, awaited, read and
+wiped by another.
+
+Legend: R ranks, B the bucket, H hidden, G scale groups, K choices. Memory of one slot: values
+[R * B, H] and scales [R * B, G], row (source, token) written by that source alone.
+
+The memory holds all ones before (EMPTY), which no value put there has (_without_empty), and its
+reader writes all ones again when it has them. So a row counts as arrived, element by element, once
+it can be read: no fence stands between the stores and what tells of them, and nobody waits for rows
+of others. Between calls all of it is empty.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_comm.kernels.quantize import quantize_groups, scale_to_f32
+from moe_comm.kernels.signal import is_fatal, is_over, now_ns, wanted
+
+# Bits of memory without a partial sum.
+EMPTY = tl.constexpr(-1)
+
+
+@triton.jit
+def _without_empty(value):
+    """The value's bits, and the other NaN in place of EMPTY: of floating-point types all ones are
+    one of the NaNs. Of a scale byte they are its only one, but its values are NaN then as well."""
+    if value.dtype.primitive_bitwidth == 8:
+        bits = value.to(tl.int8, bitcast=True)
+        bits = tl.where(bits == EMPTY, 0x7F, bits).to(tl.int8)
+    elif value.dtype.primitive_bitwidth == 16:
+        bits = value.to(tl.int16, bitcast=True)
+        bits = tl.where(bits == EMPTY, 0x7FFF, bits).to(tl.int16)
+    else:
+        bits = value.to(tl.int32, bitcast=True)
+        bits = tl.where(bits == EMPTY, 0x7FFFFFFF, bits).to(tl.int32)
+    return bits
+
+
+@triton.jit
+def put_partial(
+    partial, writes, block, y_type: tl.constexpr, base, rows_offset, scales_offset, target,
+    H: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr, GROUP: tl.constexpr,
+    VALUE_BYTES: tl.constexpr, ROW_ALIGN: tl.constexpr,
+):  # fmt: skip
+    """A partial sum to row `target` of the memory at `base`, where `writes`."""
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    rounded = partial.to(y_type)
+    if WIRE != 0:
+        values, scale = quantize_groups(rounded.to(tl.float32), WIRE == 2, GROUP, BLOCK)
+        bits = _without_empty(values)
+        scales = _without_empty(scale)
+        group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+        at = base + scales_offset + target * (G * scales.dtype.primitive_bitwidth // 8)
+        scales_ptr = at.to(tl.pointer_type(scales.dtype))
+        tl.store(scales_ptr + group, scales, mask=(group < G) & writes)
+    else:
+        bits = _without_empty(rounded)
+    at = base + rows_offset + target * (H * VALUE_BYTES)
+    # Rows are aligned, which a loaded address does not show to the compiler.
+    rows_ptr = tl.multiple_of(at.to(tl.pointer_type(bits.dtype)), ROW_ALIGN)
+    tl.store(rows_ptr + column, bits, mask=(column < H) & writes)
+
+
+@triton.jit
+def _read_partial(
+    partials_ptr, scales_ptr, source, bucket, token, column, block, awaited, H: tl.constexpr,
+    G: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Bits [BLOCK] of what rank `source` sent of a token, of its scales, and whether some of it,
+    where `awaited`, is not here yet. Past every cache of this multiprocessor."""
+    row = source.to(tl.int64) * bucket + token
+    mask = (column < H) & awaited
+    values = tl.load(partials_ptr + row * H + column, mask=mask, other=0, volatile=True)
+    missing = tl.max((values == EMPTY).to(tl.int32), 0)
+    scales = values
+    if WIRE != 0:
+        group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+        mask = (group < G) & awaited
+        scales = tl.load(scales_ptr + row * G + group, mask=mask, other=0, volatile=True)
+        missing = tl.maximum(missing, tl.max((scales == EMPTY).to(tl.int32), 0))
+    return values, scales, missing
+
+
+@triton.jit
+def _take_partial(
+    values, scales, partials_ptr, scales_ptr, source, bucket, token, column, block, awaited,
+    y_type: tl.constexpr, H: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr,
+    WIRE: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """fp32 [BLOCK] of bits that were read, -0 where not `awaited`, which changes no number. Their
+    memory is empty again."""
+    row = source.to(tl.int64) * bucket + token
+    mask = (column < H) & awaited
+    tl.store(partials_ptr + row * H + column, EMPTY, mask=mask)
+    if WIRE != 0:
+        group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+        tl.store(scales_ptr + row * G + group, EMPTY, mask=(group < G) & awaited)
+        scale_type: tl.constexpr = tl.uint8 if WIRE == 2 else tl.float32
+        factor = scale_to_f32(scales.to(scale_type, bitcast=True), WIRE == 2)
+        wide = values.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        value = (wide.reshape(BLOCK // GROUP, GROUP) * factor[:, None]).reshape(BLOCK)
+    else:
+        value = values.to(y_type, bitcast=True).to(tl.float32)
+    return tl.where(mask, value, -0.0)
+
+
+@triton.jit
+def _await_partial(
+    partials_ptr, scales_ptr, source, bucket, token, column, block, awaited, flags_ptr, state_ptr,
+    status_ptr, channel, rank, timeout_ns,
+    H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr,
+    GROUP: tl.constexpr, NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr, POLL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """_read_partial again and again until all is here, at most timeout_ns. The last is whether it
+    is not, after a timeout, a phase error or where the status word held either before."""
+    values, scales, missing = _read_partial(
+        partials_ptr, scales_ptr, source, bucket, token, column, block, awaited, H, G, BLOCK, WIRE,
+        GROUP,
+    )  # fmt: skip
+    lost = tl.full((), 0, tl.int32)
+    if missing > 0:
+        lost += is_fatal(status_ptr, POLL)
+        missing = missing * (1 - lost)
+    spins = 0
+    start = tl.full((), 0, tl.int64)
+    while missing > 0:
+        values, scales, missing = _read_partial(
+            partials_ptr, scales_ptr, source, bucket, token, column, block, awaited, H, G, BLOCK,
+            WIRE, GROUP,
+        )  # fmt: skip
+        spins += 1
+        if (missing > 0) & ((spins % 256 == 1) | INTERPRET):
+            if spins == 1:
+                start = now_ns(POLL, INTERPRET)
+            lost += is_over(
+                flags_ptr, status_ptr, channel, wanted(state_ptr, channel, 1), source, rank, start,
+                timeout_ns, NUM_CHANNELS, CHANNELS_P, R, POLL, INTERPRET,
+            )  # fmt: skip
+            missing = missing * (1 - lost)
+    return values, scales, lost
+
+
+@triton.jit
+def fold_returned(
+    acc, own, partials_ptr, scales_ptr, fold_rank_ptr, count, token, rank, bucket, column, block,
+    flags_ptr, state_ptr, status_ptr, channel, timeout_ns, y_type: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+    WIRE: tl.constexpr, GROUP: tl.constexpr, UNROLL: tl.constexpr, NUM_CHANNELS: tl.constexpr,
+    CHANNELS_P: tl.constexpr, POLL: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """acc plus the partial sums of the token's `count` ranks in fold_rank's order; `own` is this
+    rank's, the others' are at partials_ptr + (source * bucket + token) * H. And whether one of
+    them was lost."""
+    lost = tl.full((), 0, tl.int32)
+    if (R == 2) & (K >= 2):
+        first = tl.load(fold_rank_ptr + token * K)
+        second = tl.load(fold_rank_ptr + token * K + 1)
+        awaited = ((count > 0) & (first != rank)) | (count > 1)
+        values, scales, lost = _await_partial(
+            partials_ptr, scales_ptr, 1 - rank, bucket, token, column, block, awaited, flags_ptr,
+            state_ptr, status_ptr, channel, rank, timeout_ns, H, G, R, BLOCK, WIRE, GROUP,
+            NUM_CHANNELS, CHANNELS_P, POLL, INTERPRET,
+        )  # fmt: skip
+        other = _take_partial(
+            values, scales, partials_ptr, scales_ptr, 1 - rank, bucket, token, column, block,
+            awaited, y_type, H, G, BLOCK, WIRE, GROUP,
+        )  # fmt: skip
+        acc = acc + tl.where(count > 0, tl.where(first == rank, own, other), -0.0)
+        acc = acc + tl.where(count > 1, tl.where(second == rank, own, other), -0.0)
+    else:
+        for start in range(0, count, UNROLL):
+            # All are asked for together, and again when they are known to be here.
+            missing = tl.full((), 0, tl.int32)
+            for step in tl.static_range(UNROLL):
+                source = _fold_source(fold_rank_ptr, token, start + step, count, rank, K)
+                _values, _scales, not_here = _read_partial(
+                    partials_ptr, scales_ptr, source, bucket, token, column, block, source >= 0,
+                    H, G, BLOCK, WIRE, GROUP,
+                )  # fmt: skip
+                missing += not_here
+            if missing > 0:
+                for late in range(UNROLL):
+                    source = _fold_source(fold_rank_ptr, token, start + late, count, rank, K)
+                    _values, _scales, gone = _await_partial(
+                        partials_ptr, scales_ptr, source, bucket, token, column, block,
+                        source >= 0, flags_ptr, state_ptr, status_ptr, channel, rank, timeout_ns,
+                        H, G, R, BLOCK, WIRE, GROUP, NUM_CHANNELS, CHANNELS_P, POLL, INTERPRET,
+                    )  # fmt: skip
+                    lost += gone
+            for step in tl.static_range(UNROLL):
+                source = _fold_source(fold_rank_ptr, token, start + step, count, rank, K)
+                values, scales, _not_here = _read_partial(
+                    partials_ptr, scales_ptr, source, bucket, token, column, block, source >= 0,
+                    H, G, BLOCK, WIRE, GROUP,
+                )  # fmt: skip
+                value = _take_partial(
+                    values, scales, partials_ptr, scales_ptr, source, bucket, token, column, block,
+                    source >= 0, y_type, H, G, BLOCK, WIRE, GROUP,
+                )  # fmt: skip
+                mine = (start + step < count) & (source < 0)
+                acc = acc + tl.where(mine, own, value)
+    return acc, lost
+
+
+@triton.jit
+def _fold_source(fold_rank_ptr, token, place, count, rank, K: tl.constexpr):
+    """The rank whose row is the place-th to be added; -1 for this rank, and past the count."""
+    inside = place < count
+    source = tl.load(fold_rank_ptr + token * K + place, mask=inside, other=-1)
+    return tl.where(source == rank, -1, source)
