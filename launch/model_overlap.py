@@ -26,7 +26,7 @@ from moe_comm.model.layers.overlap import FEW_TOKENS, Order, Overlap, Work
 from moe_comm.model.parallel import Parallel
 
 # Multiprocessors left free beside dispatch and combine, for comparison with the model's own.
-FREE = ((0, 0), (20, 20), (20, 44), (20, 52), (36, 20), (36, 36))
+FREE = ((0, 0), (20, 20), (20, 36), (36, 36))
 FIGURES = ("comm", "shared", "both", "layer")
 
 
@@ -40,28 +40,23 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """Example: "products-aside leave_free=20+36"."""
+        """Example: "products-aside leave_free=20+52"."""
         parts = [f"{key}={value}" for key, value in self.settings.items() if key != "order"]
         return " ".join([self.settings["order"], *parts])
 
 
 def variants(own: Overlap, device: torch.device, *, bucket: int) -> list[Variant]:
     """The model's own first, then all others that differ on this device in this bucket."""
-    is_few = device.type == "cuda" and bucket <= FEW_TOKENS
-    tried = [own.order_in(bucket), *Order]
-    if device.type != "cuda":
-        # Without streams what is left is the order.
-        tried.remove(Order.HALVES_ASIDE)
+    is_few = bucket <= FEW_TOKENS and can_leave_free(device)
     found: list[Variant] = []
-    for order in tried:
-        aside = order in (Order.HALVES_ASIDE, Order.PRODUCTS_ASIDE)
-        leaves = is_few and order is Order.PRODUCTS_ASIDE and can_leave_free(device)
+    for order in (own.order_in(bucket), *Order):
+        leaves = is_few and order is Order.PRODUCTS_ASIDE
         for free in (own.free_in(bucket), *FREE) if leaves else ((0, 0),):
             settings: dict[str, Any] = {"order": str(order)}
             if leaves:
                 settings["leave_free"] = "+".join(map(str, free))
             if all(settings != variant.settings for variant in found):
-                stream = own.stream if aside else None
+                stream = own.stream if order is Order.PRODUCTS_ASIDE else None
                 overlap = Overlap(order=order, stream=stream, leave_free=free)
                 found.append(Variant(settings=settings, overlap=overlap, is_models=not found))
     return found

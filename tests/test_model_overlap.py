@@ -42,16 +42,14 @@ TOKENS = [(7, 3), (5, 0), (8, 8)]
 LAUNCHED = {
     Order.SEQUENCE: ["dispatch", "experts", "combine", "first", "rest"],
     Order.HALVES: ["dispatch", "first", "experts", "combine", "rest"],
-    Order.HALVES_ASIDE: ["dispatch", "first", "experts", "combine", "rest"],
     Order.PRODUCTS_ASIDE: ["first", "dispatch", "experts", "rest", "combine"],
 }
 
 # Products that nothing keeps from running beside their call, and what is not on the current stream.
-CALLS, PRODUCTS = {"dispatch", "combine"}, {"first", "rest"}
+PRODUCTS = {"first", "rest"}
 ASIDE = {
     Order.SEQUENCE: (set(), set()),
     Order.HALVES: (set(), set()),
-    Order.HALVES_ASIDE: (PRODUCTS, CALLS),
     Order.PRODUCTS_ASIDE: (PRODUCTS, PRODUCTS),
 }
 
@@ -226,9 +224,9 @@ def test_streams_are_forked_and_joined(order, monkeypatch):
 
 
 def test_many_tokens_have_an_order_of_their_own():
-    both = Overlap(order=Order.PRODUCTS_ASIDE, order_of_many=Order.HALVES_ASIDE, leave_free=(5, 6))
+    both = Overlap(order=Order.PRODUCTS_ASIDE, order_of_many=Order.HALVES, leave_free=(5, 6))
     assert both.order_in(FEW_TOKENS) is Order.PRODUCTS_ASIDE
-    assert both.order_in(FEW_TOKENS + 1) is Order.HALVES_ASIDE
+    assert both.order_in(FEW_TOKENS + 1) is Order.HALVES
     assert Overlap(order=Order.SEQUENCE).order_in(FEW_TOKENS + 1) is Order.SEQUENCE
     assert (both.free_in(FEW_TOKENS), both.free_in(FEW_TOKENS + 1)) == ((5, 6), (0, 0))
 
@@ -267,7 +265,7 @@ def test_what_is_left_free(monkeypatch):
 def test_variants_of_a_device_without_streams():
     found = variants(Overlap(), torch.device("cpu"), bucket=BUCKET)
     assert [variant.is_models for variant in found] == [True] + [False] * (len(found) - 1)
-    assert {variant.overlap.order for variant in found} == set(Order) - {Order.HALVES_ASIDE}
+    assert {variant.overlap.order for variant in found} == set(Order)
     assert len({variant.name for variant in found}) == len(found)
 
 
@@ -364,8 +362,7 @@ def orders_on_gpu(context: RankContext) -> None:
     whole = counts["sequence"][1]
     assert whole > 8
     for name, (order, count) in counts.items():
-        halves = order in (Order.HALVES, Order.HALVES_ASIDE)
-        assert count == whole + 2 * halves, name
+        assert count == whole + 2 * (order is Order.HALVES), name
 
 
 def launches(graph: torch.cuda.CUDAGraph) -> int:

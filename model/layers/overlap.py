@@ -8,9 +8,12 @@ which wait for other ranks: a product launched after it waits for all of them. S
 be placed first, and leave multiprocessors free (`leave_free`), on which the call's programs take
 turns. With few tokens that costs a product little, since its bound is reading its weights.
 
-With many tokens it is the other way round: products are bound by arithmetic and last long, and what
-takes the time of a call are copies, which need no multiprocessor but begin behind a kernel that
-does. So the call's first half goes ahead of the product.
+What is left exposed is memory's: a combine reads its rows behind the weights that the product has
+asked for, so it takes as long on 52 multiprocessors as on 36, three times as long as alone.
+
+With many tokens products are bound by arithmetic and last long, and what takes the time of a call
+are copies, which need no multiprocessor but begin behind a kernel that does. So the call's first
+half goes ahead of the product.
 """
 
 from __future__ import annotations
@@ -27,10 +30,10 @@ from moe_comm.communicator import Communicator
 from moe_comm.handle import Dispatched
 from moe_comm.model.layers.multiprocessors import can_leave_free
 
-# Default of Overlap.leave_free on a GPU of 132 multiprocessors: of several numbers, those with
+# Default of Overlap.leave_free on a GPU of 132 multiprocessors: of those tried, the numbers with
 # which K3's shared experts and their calls end first (launch/bench_model.py, section overlap). The
-# first product has 112 tiles then, the last one 92.
-LEAVE_FREE, OF = (20, 36), 132
+# first product has 112 blocks then, the last one 76.
+LEAVE_FREE, OF = (20, 52), 132
 # Buckets up to this one are few tokens.
 FEW_TOKENS = 256
 
@@ -41,13 +44,11 @@ class Order(enum.StrEnum):
 
     - SEQUENCE: dispatch, routed experts, combine, then the shared experts, on one stream.
     - HALVES: calls in halves on one stream, a part of the shared experts between them.
-    - HALVES_ASIDE: the same with the halves aside.
     - PRODUCTS_ASIDE: the shared experts aside, each part launched ahead of its call.
     """
 
     SEQUENCE = "sequence"
     HALVES = "halves"
-    HALVES_ASIDE = "halves-aside"
     PRODUCTS_ASIDE = "products-aside"
 
 
@@ -108,9 +109,8 @@ class Overlap:
 
     @classmethod
     def default(cls, device: torch.device) -> Overlap:
-        """On a GPU PRODUCTS_ASIDE, and HALVES_ASIDE for many tokens; elsewhere halves, since there
-        a call's transfer is the host's or a library's own affair, and begins with its first
-        half."""
+        """On a GPU PRODUCTS_ASIDE, and HALVES for many tokens; elsewhere HALVES too, since there a
+        call's transfer is the host's or a library's own affair, and begins with its first half."""
         if device.type != "cuda":
             return cls()
         count = torch.cuda.get_device_properties(device).multi_processor_count
@@ -118,7 +118,7 @@ class Overlap:
         # Of high priority, so that a product is placed ahead of the call that it runs beside.
         return cls(
             order=Order.PRODUCTS_ASIDE,
-            order_of_many=Order.HALVES_ASIDE,
+            order_of_many=Order.HALVES,
             stream=torch.cuda.Stream(device, priority=-1),
             leave_free=(first, rest) if can_leave_free(device) else (0, 0),
         )
@@ -167,26 +167,13 @@ def _sequence(overlap: Overlap, work: Work) -> Rows:
 
 def _halves(overlap: Overlap, work: Work) -> Rows:
     del overlap
-    return _halves_aside(Overlap(), work)
-
-
-def _halves_aside(overlap: Overlap, work: Work) -> Rows:
-    overlap.fork()
-    with overlap.aside():
-        sending = work.start_dispatch()
+    sending = work.start_dispatch()
     part = work.first()
-    with overlap.aside():
-        arrived = sending.wait()
-    overlap.join()
+    arrived = sending.wait()
     rows = work.experts(arrived)
-    overlap.fork()
-    with overlap.aside():
-        returning = work.start_combine(rows, arrived)
+    returning = work.start_combine(rows, arrived)
     shared = work.rest(part)
-    with overlap.aside():
-        combined = returning.wait()
-    overlap.join()
-    return combined, shared
+    return returning.wait(), shared
 
 
 def _products_aside(overlap: Overlap, work: Work) -> Rows:
@@ -207,6 +194,5 @@ def _products_aside(overlap: Overlap, work: Work) -> Rows:
 _ORDERS: dict[Order, Callable[[Overlap, Work], Rows]] = {
     Order.SEQUENCE: _sequence,
     Order.HALVES: _halves,
-    Order.HALVES_ASIDE: _halves_aside,
     Order.PRODUCTS_ASIDE: _products_aside,
 }
