@@ -11,7 +11,7 @@ import deepep_double as double
 import pytest
 import torch
 from comm_cases import SHAPE, Case, answer, assert_arrived, check_case, rank_inputs
-from rank_pool import RankContext, kill_all, run_ranks
+from rank_pool import RankContext, run_ranks
 
 from moe_comm import EPConfig
 from moe_comm.errors import InvalidRoutingError, MoeCommError, PeerTimeoutError
@@ -19,9 +19,7 @@ from moe_comm.errors import InvalidRoutingError, MoeCommError, PeerTimeoutError
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    """A module path with a V1 double on it, for ranks of its own: in pools that hundreds of other
-    communicators have used, a construction was seen not to end in its time."""
-    kill_all()
+    """A module path with a V1 double on it."""
     return str(double.write_package(tmp_path_factory.mktemp("v1"), double.V1))
 
 
