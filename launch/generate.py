@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from moe_comm.backends import MODES
 from moe_comm.launch.make_checkpoint import InputFileError
 from moe_comm.launch.spawn import die_with_parent, is_rank, run_ranks
 from moe_comm.model.config import PRESETS, K3Config
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from moe_comm.launch.worker import Ranks
 
 DEFAULT_PROMPT_LENGTH = 12
+BACKENDS = ("auto", *MODES, *(f"{name}:{mode}" for name, modes in MODES.items() for mode in modes))
 # A whole model of another preset would not fit a temporary folder, or a machine.
 SYNTHETIC_PRESETS = ("k3-tiny",)
 
@@ -102,7 +104,14 @@ class _Job:
     show_default=True,
     help="End a request at the end-of-sequence token.",
 )
-@click.option("--backend", default="auto", show_default=True, help="Of the communicator.")
+@click.option(
+    "--backend",
+    type=click.Choice(BACKENDS),
+    metavar="NAME",
+    default="auto",
+    show_default=True,
+    help="Of the communicator: auto, a backend, or backend:mode.",
+)
 @click.option(
     "--batch-invariant/--no-batch-invariant",
     default=False,

@@ -74,11 +74,14 @@ def known(names: Sequence[str]) -> Item:
 
 
 def backend(*extra: str) -> Item:
-    """A backend's name, with or without ":mode" (modes are the backend's own business)."""
+    """A backend's name, with or without ":mode"."""
     name_of = known([*extra, *backends.MODULES])
 
     def parse(text: str) -> str:
-        name_of(text.partition(":")[0])
+        name, _, mode = text.partition(":")
+        name_of(name)
+        if mode and name in backends.MODES:
+            known([f"{name}:{each}" for each in backends.MODES[name]])(text)
         return text
 
     return parse

@@ -21,9 +21,11 @@ from moe_comm.launch.options import (
     CannotRun,
     check_outputs,
     device_type_of,
+    one,
     rank_count_of,
     rank_options,
 )
+from moe_comm.launch.options import backend as backend_name
 from moe_comm.launch.spawn import die_with_parent, is_rank, run_ranks
 from moe_comm.launch.verify_state import checkpoint_directory, read_config
 from moe_comm.model.config import PRESETS
@@ -76,7 +78,13 @@ class _Job:
 )
 @rank_options
 @click.option("--tp", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--backend", default="auto", show_default=True, help="Of the communicator.")
+@click.option(
+    "--backend",
+    callback=one(backend_name("auto")),
+    default="auto",
+    show_default=True,
+    help="Of the communicator: auto, a backend, or backend:mode.",
+)
 @click.option("--requests", type=click.IntRange(1), default=32, show_default=True)
 @click.option(
     "--rate",

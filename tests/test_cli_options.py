@@ -9,6 +9,8 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+from moe_comm import EPConfig, Topology, backends
+from moe_comm.backends import deepep_facts, slab_modes
 from moe_comm.launch import check, doctor, list_, run
 from moe_comm.launch.cli import COMMANDS, cli
 
@@ -54,6 +56,7 @@ def test_debug_switches_are_hidden():
         (["run", "--preset", "kimi-k4"], "did you mean 'kimi-k3'"),
         (["run", "--preset", "x"], "expected one of kimi-k3, kimi-k3-wide, deepseek-v3"),
         (["run", "--backend", "c10b"], "did you mean 'c10d'"),
+        (["run", "--backend", "c10d:exat"], "did you mean 'c10d:exact'"),
         (["run", "--routing", "zpf:1"], "did you mean 'zipf'"),
         (["run", "--routing", "trace:/no/such.npz"], "no such file"),
         (["run", "--wire", "fp9"], "did you mean 'fp8'"),
@@ -70,6 +73,8 @@ def test_debug_switches_are_hidden():
         (["run", "--no-such-option"], "No such option"),
         (["check", "--routing", "uniform:2"], "without an argument"),
         (["check", "--wire", "bf61"], "did you mean 'bf16'"),
+        (["generate", "--preset", "k3-tiny", "--backend", "c10"], "'c10' is not one of"),
+        (["serve-bench", "--backend", "slab:low"], "expected one of slab:auto, slab:low-latency"),
         (["doctor", "--preset", "kimi"], "did you mean"),
         (["rum"], "Did you mean 'run'"),
     ],
@@ -144,3 +149,25 @@ def test_a_command_ends_with_its_exit_code(rank, outcome, code, said):
     assert done.stdout == ""
     assert said in done.stderr
     assert bool(done.stderr.strip()) == bool(said)
+
+
+def test_every_mode_is_known_before_a_rank_starts():
+    config = EPConfig(num_experts=16, num_topk=2, hidden=64, max_tokens_per_rank=8)
+    topology = Topology(
+        num_ranks=2, node_of_rank=(0, 1), device_type="cpu", device_names=("a", "b"),
+        peer_access=False, transport="gloo",
+    )  # fmt: skip
+    found = {
+        "slab": slab_modes.MODES,
+        "deepep": deepep_facts.Installed(generation=2, version="2").modes,
+    }
+    for name in ("c10d", "reference"):
+        module = backends.load(name)
+        found[name] = tuple(
+            mode
+            for reduction in ("rank", "node")
+            for mode in module.supports(config.replace(reduction=reduction), topology).modes
+        )
+    assert {name: set(modes) for name, modes in found.items()} == {
+        name: set(modes) for name, modes in backends.MODES.items()
+    }

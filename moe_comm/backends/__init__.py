@@ -16,6 +16,13 @@ MODULES: dict[str, str] = {
     "c10d": "moe_comm.backends.c10d",
     "reference": "moe_comm.backends.reference",
 }
+# All modes there are; which of them serve a config here, each module's supports() says.
+MODES: dict[str, tuple[str, ...]] = {
+    "slab": ("auto", "low-latency", "high-throughput"),
+    "deepep": ("v1-ht", "v1-ll", "v2"),
+    "c10d": ("exact", "dense", "hierarchical"),
+    "reference": ("loop",),
+}
 
 
 class Support(NamedTuple):
