@@ -57,7 +57,8 @@ def _announce_kernel(
     """Program p < P: the ranks on which the choices of its tokens lie, -1 where masked, and their
     records in this rank's block; ids of tokens past num_rows are -1. With TOLD also how many of
     its tokens go to each other rank. The first writes the facts. With COPY the programs after them
-    copy this rank's rows, so many words, to their place.
+    copy this rank's rows, so many words, to their place, and the ranks are left to
+    _gathered_kernel.
 
     Example: source 1, token 2, an expert with copies (0, 5) and (3, 1): (1 + 2) % 2 = 1, so the
     choice lies on rank 3, slot 1, and travels as 3 * width + 1.
@@ -71,7 +72,7 @@ def _announce_kernel(
             p, parts, ids_ptr, weights_ptr, rank_ptr, block_ptr, told_ptr, table_ptr, copies_ptr,
             alive_ptr, count_ptr, status_ptr, me, num_tokens, num_rows, bucket, phase, call,
             was_full, row_bytes, E, R, width, record_bytes, ids_at, weights_at, K, KP, C, COUNT,
-            ALIVE, TOLD, HEAD, FACTS, TOKENS,
+            ALIVE, TOLD, HEAD, FACTS, TOKENS, COPY,
         )  # fmt: skip
 
 
@@ -81,7 +82,7 @@ def _announce(
     count_ptr, status_ptr, me, num_tokens, num_rows, bucket, phase, call, was_full, row_bytes, E, R,
     width, record_bytes, ids_at, weights_at, K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr,
     COUNT: tl.constexpr, ALIVE: tl.constexpr, TOLD: tl.constexpr, HEAD: tl.constexpr,
-    FACTS: tl.constexpr, TOKENS: tl.constexpr,
+    FACTS: tl.constexpr, TOKENS: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
     """Program p of P = parts: see _announce_kernel."""
     t = p * TOKENS + tl.arange(0, TOKENS)
@@ -108,7 +109,8 @@ def _announce(
     if ALIVE:
         valid = valid & (tl.load(alive_ptr + rank) != 0)
     rank = tl.where(valid, rank, -1)
-    tl.store(rank_ptr + at, rank, mask=given)
+    if COPY == 0:
+        tl.store(rank_ptr + at, rank, mask=given)
     record = (block_ptr + HEAD + t.to(tl.int64) * record_bytes)[:, None]
     inside = (t < bucket)[:, None] & (choice < K)[None, :]
     to_ids = (record + ids_at).to(tl.pointer_type(tl.int32)) + choice[None, :]
@@ -134,13 +136,14 @@ def _announce(
 
 @triton.jit(do_not_specialize=["me", "bucket", "block_bytes"])
 def _gathered_kernel(
-    blocks_ptr, local_ptr, received_ptr, tokens_ptr, told_ptr, alive_ptr, me, bucket, width,
-    block_bytes, record_bytes, ids_at, weights_at, K: tl.constexpr, KP: tl.constexpr,
+    blocks_ptr, local_ptr, received_ptr, tokens_ptr, rank_ptr, told_ptr, alive_ptr, me, bucket,
+    width, block_bytes, record_bytes, ids_at, weights_at, K: tl.constexpr, KP: tl.constexpr,
     ALIVE: tl.constexpr, TOLD: tl.constexpr, HEAD: tl.constexpr, FACTS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     """Program (r, p): records of rank r's block, their ids made local, -1 where not here. With TOLD
-    also how many of these tokens have a choice here; the first of a rank copies its facts."""
+    also how many of these tokens have a choice here; the first of a rank copies its facts. With
+    RANK also the ranks of this rank's own choices, -1 where masked."""
     parts = (bucket + TOKENS - 1) // TOKENS
     r = (tl.program_id(0) // parts).to(tl.int64)
     p = tl.program_id(0) % parts
@@ -153,7 +156,12 @@ def _gathered_kernel(
     record = (block + HEAD + t.to(tl.int64) * record_bytes)[:, None]
     inside = (t < bucket)[:, None] & (choice < K)[None, :]
     from_ids = (record + ids_at).to(tl.pointer_type(tl.int32)) + choice[None, :]
-    local = tl.load(from_ids, mask=inside, other=-1) - me * width
+    ids = tl.load(from_ids, mask=inside, other=-1)
+    if RANK:
+        of_choice = tl.where(ids >= 0, ids // width, -1)
+        own = t[:, None].to(tl.int64) * K + choice[None, :]
+        tl.store(rank_ptr + own, of_choice, mask=inside & (r == me))
+    local = ids - me * width
     here = inside & (local >= 0) & (local < width) & (alive != 0)
     from_weights = (record + weights_at).to(tl.pointer_type(tl.float32)) + choice[None, :]
     weight = tl.load(from_weights, mask=inside, other=0.0)

@@ -75,7 +75,8 @@ def test_gathered(compiled, num_ranks, bucket, masked, on_device, tells):  # noq
     count = torch.tensor(1) if on_device else bucket
     blocks.write(idx, weights, count, 5)
     if tells:
-        blocks.announce(idx, weights, count, 5, was_full=True, rows=rows)
+        blocks.announce_whole(idx, weights, rows, 5, was_full=True)
+        blocks.read_whole()
     local_idx, _, _ = blocks.read(weights)
     index(local_idx)
     launched = {"_announce_kernel", "_gathered_kernel"}

@@ -150,6 +150,28 @@ def test_facts_that_differ(name):
     run_ranks(2, facts_differ, name)
 
 
+def other_bucket(context: RankContext) -> None:
+    """Dispatches are expected to be full when one rank changes the bucket: their messages differ
+    in size, so nothing arrives, and what they wait for in vain says why."""
+    config = EPConfig(**{**SHAPE, **FULL, "timeout_s": 3.0})
+    with context.communicator(config, "c10d:exact", pg=other_group("vendor")) as comm:
+        for call in range(4):
+            last = call == 3
+            tokens = 8 if last and context.rank == 1 else 16
+            data = RankData.create(config, rank=context.rank, num_tokens=[tokens] * 2, seed=call)
+            given = (data.x, data.topk_idx, data.topk_weights)
+            if last:
+                with pytest.raises(ConfigMismatchError, match="the bucket: this rank has"):
+                    comm.dispatch(*given, bucket=tokens)
+                return
+            d = comm.dispatch(*given, bucket=tokens)
+            comm.combine(expert_rows(d, config, comm.rank, 2, torch.bfloat16), d.handle)
+
+
+def test_buckets_that_differ_in_a_full_dispatch():
+    run_ranks(2, other_bucket)
+
+
 def without_the_last(context: RankContext, mode: str) -> None:
     """All but the last rank go on without it, full dispatches included."""
     config = EPConfig(**{**SHAPE, **FULL})

@@ -23,6 +23,9 @@ from moe_comm.config import EPConfig
 from moe_comm.group import Group
 from moe_comm.wire import Wire
 
+# Tokens of a bucket whose sums fill the device.
+_LARGE = 1024
+
 
 @dataclass(kw_only=True, eq=False)
 class Way:
@@ -63,15 +66,25 @@ class ReturnedTerms(C10dCommunicator):
         arrived: Arrived = call.handle.state
         self._agree_back(call, phase)
         slot = call.handle.slot
+        if not self._transport.has_headers:
+            row_bytes = call.y.shape[-1] * call.y.dtype.itemsize
+            number, bucket = call.handle.call, call.handle.bucket
+            self._transport.doing = (int(phase), number, 0, 0, bucket, row_bytes, 0)
         if form.scale_dtype is None and call.layout == "expert" and self._transport.in_place:
             y = call.y.detach().contiguous()
             shape = (self.num_ranks, call.handle.bucket, y.shape[1])
             terms = self._term_room("partials", slot, shape, y.dtype)
             back = self._term_room(Kind.BACK_ROWS.name, slot, shape, y.dtype)
-            self._sum_terms(call, arrived, y, terms, range(self.rank))
-            self._sum_terms(call, arrived, y, terms, range(self.rank + 1, self.num_ranks))
+            first = self.rank * call.handle.bucket
+            last = first + call.handle.bucket
+            self._sum_terms(call, arrived, y, terms, range(first))
+            self._sum_terms(call, arrived, y, terms, range(last, shape[0] * shape[1]))
             way = self._send_back(call, terms, back, phase, Kind.BACK_ROWS)
-            self._sum_terms(call, arrived, y, back, range(self.rank, self.rank + 1))
+            # A kernel that fills the device lets no other in until its last programs have begun:
+            # behind a short one the transfer begins before the rest.
+            middle = first + (call.handle.bucket // 8 if call.handle.bucket >= _LARGE else 0)
+            self._sum_terms(call, arrived, y, back, range(first, middle))
+            self._sum_terms(call, arrived, y, back, range(middle, last))
             return [way]
         ways = []
         values, scales = self._partials(call, arrived, form)
@@ -84,12 +97,11 @@ class ReturnedTerms(C10dCommunicator):
         return ways
 
     def _sum_terms(
-        self, call: CombineCall, arrived: Arrived, y: Tensor, out: Tensor, ranks: range
+        self, call: CombineCall, arrived: Arrived, y: Tensor, out: Tensor, rows: range
     ) -> None:
-        """Terms of some ranks' tokens into their rows of `out` [R, B, D]."""
-        if not ranks:
+        """Terms of some rows into their places in `out` [R, B, D]."""
+        if not rows:
             return
-        bucket = call.handle.bucket
         device_math.partial_sums(
             y,
             arrived.weights,
@@ -97,7 +109,7 @@ class ReturnedTerms(C10dCommunicator):
             weights_applied=call.weights_applied,
             fill_empty=self.config.max_expert_rows is not None,
             out=out,
-            rows=range(ranks.start * bucket, ranks.stop * bucket),
+            rows=rows,
         )
 
     def _send_back(

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_comm.backends.c10d_index import IndexLaunches
+from moe_comm.backends.c10d_index import Index, IndexLaunches
 from moe_comm.backends.c10d_routing import Located, Router
 from moe_comm.backends.c10d_transport import Phase, Transport
 from moe_comm.backends.direct_launch import Launch
-from moe_comm.backends.packing import RecordLayout
+from moe_comm.backends.packing import Parts, RecordLayout
 
 # Numbers of the facts; a multiple of 16 bytes, for the alignment of what follows.
 FACTS = 8
@@ -112,12 +112,17 @@ class Blocks:
         self.mine = memory[router.rank]
         self.head = memory.shape[1] - bucket * form.num_bytes
         if index is not None:
-            self._prepare(index.num_topk)
+            self._prepare(index)
 
-    def _prepare(self, num_topk: int) -> None:
+    def _prepare(self, index: IndexLaunches) -> None:
         """Set up the launches."""
         from moe_comm.kernels import gathered_records as kernels
 
+        num_topk, choices = index.num_topk, index.num_rows * index.num_topk
+        self._answer = Parts(
+            self.bucket * num_topk, choices, choices, choices, index.capacity,
+            index.num_local_experts + 1, self.router.num_ranks,
+        )  # fmt: skip
         router, form = self.router, self.form
         self._programs = kernels.programs(self.bucket)
         table = self.memory
@@ -140,9 +145,12 @@ class Blocks:
             "ALIVE": router.alive is not None, "TOLD": self.tells, "HEAD": HEAD_BYTES,
             "FACTS": FACTS, "TOKENS": kernels.TOKENS,
         }  # fmt: skip
-        self._gathered = Launch(
-            kernels._gathered_kernel, constants, blocks_ptr=self.memory,
-            block_bytes=self.memory.stride(0), **shared,
+        self._gathered, self._gathered_whole = (
+            Launch(
+                kernels._gathered_kernel, {**constants, "RANK": ranks}, blocks_ptr=self.memory,
+                block_bytes=self.memory.stride(0), **shared,
+            )
+            for ranks in (False, True)
         )  # fmt: skip
         self._gathered_grid = router.num_ranks * self._programs, 1
         words = 0
@@ -167,6 +175,10 @@ class Blocks:
             return Launch(kernels._announce_kernel, options, **fixed)
 
         self._announce = functools.cache(announce)
+
+    def header(self, call: int) -> tuple[int, ...]:
+        """A Header's numbers of dispatch `call`, but for T and rows."""
+        return int(Phase.DISPATCH), call, 0, 0, self.bucket, self.row_bytes, self.form.num_bytes
 
     @property
     def records(self) -> Tensor:
@@ -199,9 +211,7 @@ class Blocks:
         to = self.router.locate(topk_idx, num_tokens)
         facts = self.mine[:HEAD_BYTES].view(torch.int32)
         if self.tells:
-            record_bytes = self.form.num_bytes
-            known = [Phase.DISPATCH, call, 0, 0, self.bucket, self.row_bytes, record_bytes]
-            known.append(int(was_full))
+            known = [*self.header(call), int(was_full)]
             facts.copy_(torch.tensor(known, dtype=torch.int32))
         facts[2].fill_(num_tokens)
         records = self.mine[HEAD_BYTES:].view(self.bucket, self.form.num_bytes)
@@ -219,48 +229,58 @@ class Blocks:
         call: int,
         *,
         was_full: bool,
-        rows: Tensor | None = None,
     ) -> Tensor:
-        """write() by the kernel, of contiguous tensors: the rank of each choice.
-
-        rows: all B, contiguous, in the dtype that travels: put into their place too. Only where
-        `copies` says so.
-        """
+        """write() by the kernel, of contiguous tensors: the rank of each choice."""
         rank = torch.empty(topk_idx.shape, dtype=torch.int32, device=self.router.device)
-        programs = self._programs if rows is None else self._programs + self._copiers
         if isinstance(num_tokens, Tensor):
             kind, on_device, on_host = num_tokens.dtype, num_tokens, 0
         else:
             kind, on_device, on_host = None, rank, num_tokens
-        launch = self._announce(topk_idx.dtype, kind, rows is not None)
+        launch = self._announce(topk_idx.dtype, kind, False)
         launch(
-            (programs, 1), topk_idx, weights, rank, rank if rows is None else rows, on_device,
-            on_host, topk_idx.shape[0], call, int(was_full),
+            (self._programs, 1), topk_idx, weights, rank, rank, on_device, on_host,
+            topk_idx.shape[0], call, int(was_full),
         )  # fmt: skip
         return rank
 
-    def room(self) -> Routing:
-        """New tensors for read(), where kernels do it."""
-        assert self.index is not None
-        router, device = self.router, self.router.device
-        shape = (router.num_ranks, self.bucket, self.index.num_topk)
-        return (
-            torch.empty(shape, dtype=torch.int32, device=device),
-            torch.empty(shape, dtype=torch.float32, device=device),
-            torch.empty(router.num_ranks, dtype=torch.int32, device=device),
-        )
+    def announce_whole(
+        self, topk_idx: Tensor, weights: Tensor, rows: Tensor, call: int, *, was_full: bool
+    ) -> None:
+        """As write(), of contiguous tensors of B tokens; puts rows [B, H], in the dtype that
+        travels, into their place too. Only where `copies` says so."""
+        launch = self._announce(topk_idx.dtype, None, True)
+        launch(
+            (self._programs + self._copiers, 1), topk_idx, weights, weights, rows, weights,
+            self.bucket, self.bucket, call, int(was_full),
+        )  # fmt: skip
 
-    def read(self, like: Tensor, out: Routing | None = None) -> Routing:
+    def read_whole(self) -> tuple[Tensor, Routing, Index]:
+        """What came of dispatches that were announced whole: the rank of each choice [B, K] int32,
+        what read() returns, and the index, all in one allocation."""
+        index = self.index
+        assert index is not None
+        made = self._answer.make(self.router.device)
+        rank, local_idx, weights, position, row_index, offsets, tokens = made
+        shape = self.router.num_ranks, self.bucket, index.num_topk
+        routing = local_idx.view(shape), weights.view(torch.float32).view(shape), tokens
+        self._gathered_whole(self._gathered_grid, *routing, rank)
+        found = offsets, row_index, position.view(index.num_rows, index.num_topk)
+        return rank.view(shape[1:]), routing, index(local_idx, found)
+
+    def read(self, like: Tensor) -> Routing:
         """The routing in all ranks' blocks; `like` [T, K] has the weights' dtype. Nothing is read
-        of a rank that is not alive. `out`: written where kernels do it.
+        of a rank that is not alive.
 
         Returns: local ids [R, B, K] int32, weights [R, B, K], T of each rank [R] int32.
         """
         router = self.router
         if self.index is not None:
-            out = self.room() if out is None else out
-            self._gathered(self._gathered_grid, *out)
-            return out
+            shape, device = (router.num_ranks, self.bucket, self.index.num_topk), router.device
+            tokens = torch.empty(router.num_ranks, dtype=torch.int32, device=device)
+            local_idx = torch.empty(shape, dtype=torch.int32, device=device)
+            weights = torch.empty(shape, dtype=torch.float32, device=device)
+            self._gathered(self._gathered_grid, local_idx, weights, tokens, tokens)
+            return local_idx, weights, tokens
         records = self.records
         tokens = self.memory[:, 8:12].view(torch.int32).squeeze(1).clone()
         local_idx = self.form.view(records, "ids") - router.rank * router.width

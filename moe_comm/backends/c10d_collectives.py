@@ -204,6 +204,23 @@ class Collective(Transport):
                 )
         return _CollectiveTransfer(self, phase, work, held=buffer)
 
+    def gatherer(self, phase: Phase, buffer: Tensor, kind: Kind) -> Callable[[], Transfer]:
+        """See Transport."""
+        if not self.on_nccl or len(self.alive) < buffer.shape[0]:
+            return super().gatherer(phase, buffer, kind)
+        whole, mine, options = buffer.view(-1), buffer[self.rank], self._gather[True]
+        size = mine.nbytes
+
+        def gather() -> Transfer:
+            self.raise_if_lost()
+            for peer in self.others:
+                self.count(peer, size)
+            with self.errors(phase):
+                work = self.pg._allgather_base(whole, mine, options)
+            return _CollectiveTransfer(self, phase, work, held=buffer)
+
+        return gather
+
     def all_to_all_equal(self, phase: Phase, send: Tensor, recv: Tensor, kind: Kind) -> Transfer:
         """See Transport."""
         self.raise_if_lost()

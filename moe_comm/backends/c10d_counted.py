@@ -55,6 +55,7 @@ class Counted:
         recent: of the bucket; this dispatch becomes its last.
         whole: all rows of the bucket were sent to all ranks, and what they become comes back so.
         apart: its halves are apart.
+        routing: what Blocks.read returned, where it was read.
     """
 
     def __init__(
@@ -68,14 +69,17 @@ class Counted:
         *,
         whole: bool,
         apart: bool,
+        routing: Routing | None = None,
     ) -> None:
         on_cuda = to.rank.is_cuda
         self.stream = torch.cuda.current_stream() if apart and on_cuda else None
         self.whole = whole
         self._blocks, self._transport, self._to, self._like = blocks, transport, to, like
         self._transfer, self._recent = transfer, recent
-        self._routing: Routing | None = None
+        self._routing = routing
         self._asked: Asked | None = None
+        if routing is not None:
+            self._asked = blocks.told(transport, to, routing[0])
         self._plan: GatheredPlan | None = None
         recent.last = self
 

@@ -186,6 +186,8 @@ class GatheredRecords(C10dCommunicator):
         """
         blocks = lane.blocks
         self._agree_on(call, blocks)
+        if not self._transport.has_headers:
+            self._transport.doing = blocks.header(call.call)
         if scales is not None or call.payloads:
             mine = blocks.records[self.rank, : call.num_rows]
             self._write_extras(mine, blocks.form, call, scales, slice(None))
@@ -208,19 +210,7 @@ class GatheredRecords(C10dCommunicator):
     def _agree_on(self, call: DispatchCall, blocks: Blocks) -> None:
         """Compare headers where that is asked for, and cheap or wanted."""
         if self._compares_headers:
-            self._agree(Phase.DISPATCH, self._gathered_header(call, blocks))
-
-    @staticmethod
-    def _gathered_header(call: DispatchCall, blocks: Blocks) -> Header:
-        return Header(
-            phase=Phase.DISPATCH,
-            call=call.call,
-            num_tokens=0,
-            num_rows=0,
-            bucket=call.bucket,
-            row_bytes=blocks.row_bytes,
-            record_bytes=blocks.form.num_bytes,
-        )
+            self._agree(Phase.DISPATCH, Header(*blocks.header(call.call)))
 
     def _gathered_index(self, gathering: Gathering, routing: Routing, route: object) -> Arrived:
         """Index the routing that Blocks.read returned."""

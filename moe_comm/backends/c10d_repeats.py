@@ -7,6 +7,7 @@ are the launches and one exchange.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from moe_comm.backends.c10d_counted import Counted, Recent
 from moe_comm.backends.c10d_gathered import GatheredRecords, Lane
 from moe_comm.backends.c10d_routing import Located
-from moe_comm.backends.c10d_transport import Kind, Phase
+from moe_comm.backends.c10d_transport import Kind, Phase, Transfer
 from moe_comm.calls import CombineCall, DispatchCall
 from moe_comm.config import EPConfig
 from moe_comm.group import Group
@@ -30,13 +31,13 @@ class _Known:
     Attributes:
         kind: of its tensors.
         bucket: B; as many tokens as there are rows.
-        lane: records and rows in one memory.
+        lane: records and rows in one memory. gather: sends and receives all of it.
     """
 
     kind: tuple[object, ...]
     bucket: int
     lane: Lane
-    joint: Tensor
+    gather: Callable[[], Transfer]
     recent: Recent
 
 
@@ -70,7 +71,7 @@ class RepeatedDispatch(GatheredRecords):
             kind=_kind(call.x, call.topk_idx, call.topk_weights),
             bucket=call.bucket,
             lane=lane,
-            joint=lane.joint,
+            gather=self._transport.gatherer(Phase.DISPATCH, lane.joint, Kind.RECORDS),
             recent=recent,
         )
 
@@ -131,19 +132,17 @@ class RepeatedDispatch(GatheredRecords):
         """As ExactCommunicator's two halves, with all that is known."""
         lane, recent, bucket, number = known.lane, known.recent, known.bucket, self._next_call
         blocks = lane.blocks
-        rank = blocks.announce(
-            topk_idx, topk_weights, bucket, number, was_full=recent.was_full, rows=x
-        )
-        transfer = self._transport.all_gather(
-            Phase.DISPATCH, known.joint, Kind.RECORDS, inline=True
-        )
+        blocks.announce_whole(topk_idx, topk_weights, x, number, was_full=recent.was_full)
+        self._transport.doing = blocks.header(number)
+        transfer = known.gather()
+        transfer.wait()
+        rank, routing, index = blocks.read_whole()
         to = Located(rank=rank, ids=topk_idx)
         counted = Counted(
-            blocks, self._transport, to, topk_weights, transfer, recent, whole=True, apart=False
-        )
-        routing = counted.routing()
-        assert blocks.index is not None
-        arrived = self._arrived(to, *routing, blocks.index(routing[0]), counted)
+            blocks, self._transport, to, topk_weights, transfer, recent, whole=True, apart=False,
+            routing=routing,
+        )  # fmt: skip
+        arrived = self._arrived(to, *routing, index, counted)
         call = DispatchCall(
             x=x,
             scales=None,

@@ -135,6 +135,7 @@ class Transport(abc.ABC):
         alive: the communicator's ranks that take part, ascending, this one included.
         count: told (peer, bytes) of all that is sent.
         has_headers: headers are cheap here and are exchanged before every call.
+        doing: a Header's numbers, of the call under way where headers are not exchanged before it.
         in_place: all_to_all takes every message from where it lies, one tensor for several peers
             included, and leaves it where it belongs.
     """
@@ -156,7 +157,8 @@ class Transport(abc.ABC):
         # Leaves time to find out who is lost, so that the error comes within wait_s.
         self.patience_s = wait_s - min(1.0, 0.2 * wait_s)
         self.others = [rank for rank in self.alive if rank != self.rank]
-        self.lost: PeerTimeoutError | None = None
+        self.doing: tuple[int, ...] = ()
+        self.lost: PeerTimeoutError | ConfigMismatchError | PhaseError | None = None
 
     @abc.abstractmethod
     def exchange_headers(
@@ -181,6 +183,10 @@ class Transport(abc.ABC):
 
         inline: what follows on the current stream needs it at once.
         """
+
+    def gatherer(self, phase: Phase, buffer: Tensor, kind: Kind) -> Callable[[], Transfer]:
+        """all_gather of one buffer, inline, for many times: what of it is known is worked out."""
+        return lambda: self.all_gather(phase, buffer, kind, inline=True)
 
     @abc.abstractmethod
     def all_to_all_equal(self, phase: Phase, send: Tensor, recv: Tensor, kind: Kind) -> Transfer:
@@ -209,13 +215,29 @@ class Transport(abc.ABC):
         if self.lost is not None:
             raise self.lost
 
-    def fail(self, phase: Phase, peer: int | None, detail: str) -> PeerTimeoutError:
-        """Remember and return the error; tells the other ranks whom this one missed."""
-        peer = self.peers.culprit(peer)
-        self.lost = PeerTimeoutError(
-            phase.label, self.rank, peer, timeout_s=self.wait_s, detail=detail
-        )
+    def fail(
+        self, phase: Phase, peer: int | None, detail: str
+    ) -> PeerTimeoutError | ConfigMismatchError | PhaseError:
+        """Remember and return the error; tells the other ranks whom this one missed. Ranks that
+        failed because they were in different calls learn that instead."""
+        self.lost = self._disagreement()
+        if self.lost is None:
+            peer = self.peers.culprit(peer)
+            self.lost = PeerTimeoutError(
+                phase.label, self.rank, peer, timeout_s=self.wait_s, detail=detail
+            )
         return self.lost
+
+    def _disagreement(self) -> ConfigMismatchError | PhaseError | None:
+        """What another rank that failed was doing, if it is not what this one was doing."""
+        if not self.doing or self.peers.gone():
+            return None
+        for rank, numbers in sorted(self.peers.notes(self.doing).items()):
+            try:
+                check_header(Header(*self.doing), Header(*numbers), rank)
+            except (ConfigMismatchError, PhaseError) as error:
+                return error
+        return None
 
 
 def header_rows(header: Header, num_rows: Tensor) -> Tensor:

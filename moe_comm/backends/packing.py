@@ -113,6 +113,21 @@ def put_rows(target: Tensor, index: Tensor, rows: Tensor) -> None:
             target.index_copy_(0, index, rows)
 
 
+class Parts:
+    """int32 tensors of given sizes that are made in one allocation, each 16-byte aligned."""
+
+    __slots__ = ("_sizes", "_total")
+
+    def __init__(self, *sizes: int) -> None:
+        self._sizes = [part for size in sizes for part in (size, -size % 4)]
+        self._total = sum(self._sizes)
+
+    def make(self, device: torch.device) -> Sequence[Tensor]:
+        """New ones."""
+        whole = torch.empty(self._total, dtype=torch.int32, device=device)
+        return whole.split_with_sizes(self._sizes)[::2]
+
+
 # Views kept by a workspace: enough for what recurs.
 _MOST_VIEWS = 256
 
