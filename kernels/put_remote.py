@@ -142,7 +142,8 @@ def _forward_kernel(
     payloads for tiles with a token for the peer; rows one by one where fewer than three quarters of
     the tile are for it. With OWN this rank's own part is forwarded too (its rows wait like all
     others); without, which is combine, no row and no scales are put that are not for the peer:
-    memory of partial sums stays empty but for those (moe_comm.kernels.returned_rows). arrivals int32 [channels, R], 0 before and after.
+    memory of partial sums stays empty but for those (moe_comm.kernels.returned_rows). arrivals
+    int32 [channels, R], 0 before and after.
 
     Example: R = 2, 8 programs: programs 0, 2, 4, 6 forward to the right neighbour, every fourth
     tile each; 1, 3, 5, 7 to this rank itself. The last of each four writes that rank's flag.

@@ -151,8 +151,11 @@ class Predictor:
         if not back:
             row += 8 * config.num_topk
         plan = SlabTuning().plan(config, max(1, round(tokens)))
-        copies = (plan.combine_mode if back else plan.mode) == "high-throughput"
-        whole = name in ("c10d:dense", "slab:high-throughput") or (name == "slab" and copies)
+        # Of the slab, only a dispatch by copies sends rows that nobody asked for.
+        copies = name == "slab:high-throughput" or (
+            name == "slab" and plan.mode == "high-throughput"
+        )
+        whole = name == "c10d:dense" or (copies and not back)
         if whole:
             return (ranks - 1) * tokens * row
         if routing == "uniform":

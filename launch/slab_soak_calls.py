@@ -164,11 +164,12 @@ class Member:
         # What nobody writes must be seen.
         lane.out.fill_(torch.nan)
 
-    def poison_returned(self) -> None:
-        """While no dispatch of this rank is out no other rank returns anything to it: what the
-        next combine reads must be of its own."""
-        if self.returned is not None:
-            self.returned.fill_(0xFF)
+    def left_over(self) -> Tensor:
+        """Bytes of partial sums that nobody has taken. While no dispatch of this rank is out no
+        other rank returns anything to it, so there must be none."""
+        if self.returned is None:
+            return torch.zeros((), dtype=torch.int64, device=self.comm.device)
+        return (self.returned != 0xFF).sum()
 
     def delay(self, lane: Lane, point: int) -> None:
         """Hold this rank's stream up."""

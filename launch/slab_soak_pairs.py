@@ -65,8 +65,7 @@ def run_pairs(
     """
     rows = [bucket if tokens is None else mine for mine in (tokens or [0] * len(members))]
     lanes = [[member.lanes[bucket][index] for member in members] for index in range(num_lanes)]
-    for member in members:
-        member.poison_returned()
+    left_over = [member.left_over() for member in members]
     for lane in lanes:
         for index, member in enumerate(members):
             member.draw(bucket, lane[index], None if tokens is None else rows[index])
@@ -101,8 +100,10 @@ def run_pairs(
             for member, y, d, mine, count in zip(members, ys, came, lane, rows, strict=True)
         ]
         outs: list[Tensor] = _in_step(calls, functools.partial(hold, lane, 3), split=split)
-        for member, mine, count, got, out in zip(members, lane, rows, received, outs, strict=True):
-            ledger.add(member.rank, member.sent(mine, count), got, member.wrong(mine, out))
+        for member, mine, count, got, out, left in zip(
+            members, lane, rows, received, outs, left_over, strict=True
+        ):
+            ledger.add(member.rank, member.sent(mine, count), got, member.wrong(mine, out) + left)
         ledger.next_pair()
 
 

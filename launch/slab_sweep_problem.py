@@ -35,8 +35,8 @@ DEFINITIONS = {
     "dispatches (all combines) of a replay over their number. All calls have the same data",
     "params.timing = pairs": "launch/timing.time_graph: events around each dispatch and each "
     "combine of back-to-back pairs in one captured graph; on the same communicator",
-    "programs": "the most programs of the role: dispatch_programs; of combine_send_programs and "
-    "combine_receive_programs the smaller",
+    "programs": "the most programs: dispatch_programs of each of its roles; combine_programs, "
+    "0: as many as there is work for",
     "params.knobs, params.changed": "every field of SlabTuning, and what is not the default "
     "(side_priority: of the slab's stream for copies)",
     "params.to_peer_bytes": "bucket times bytes of a row: what the mode is chosen by",
@@ -155,10 +155,8 @@ def sweep_row(
     config, knobs = problem.case.config, setting.knobs
     is_dispatch = phase.startswith("dispatch")
     wire = config.wire if is_dispatch else config.return_wire
-    limits = {"dispatch": "dispatch_programs", "combine": "combine_send_programs"}
+    limits = {"dispatch": "dispatch_programs", "combine": "combine_programs"}
     programs = knobs.get(limits.get(phase.partition("_")[0], ""))
-    if phase.startswith("combine"):
-        programs = min(programs, knobs["combine_receive_programs"])
     row = Row(
         backend="slab", mode=setting.tuning.mode, phase=phase, layout="expert",
         num_tokens=setting.num_tokens, hidden=config.hidden, num_topk=config.num_topk,

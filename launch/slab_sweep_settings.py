@@ -21,11 +21,14 @@ BF16, FP8 = ("bf16", "bf16"), ("fp8", "fp8")
 CALLS, HALVES, OVERLAP = "calls", "halves", "overlap"
 # As many programs as a quarter of an H200's multiprocessors, and so on by twos.
 PROGRAMS = (33, 66, 132, 264, 528, 1056)
+# Of those, so many surely run at once on an H200: one a multiprocessor.
+MOST_AT_ONCE = 132
 # Files in kernels/ that a slab's calls run.
 _KERNELS = (
-    "combine.py", "dispatch.py", "expert_index.py", "quantize.py", "signal.py", "slot_signals.py"
+    "choice_route.py", "combine.py", "dispatch.py", "expert_index.py", "quantize.py",
+    "ranked_index.py", "returned_rows.py", "signal.py", "slot_signals.py",
 )  # fmt: skip
-PROGRAM_KNOBS = ("dispatch_programs", "combine_send_programs", "combine_receive_programs")
+PROGRAM_KNOBS = ("dispatch_programs", "combine_programs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,25 +103,18 @@ def source_digest() -> str:
 
 
 def _variants() -> Iterator[Setting]:
-    """What a combine by copies at T = 4096 spends its time on; halves of a call by stores too."""
+    """The stream of copies, and halves of a call apart."""
 
-    def of(*, num_tokens: int = 4096, mode: str = HIGH, chunk: int = 0, **rest: Any) -> Setting:
-        knobs = {"combine_chunk_tokens": chunk} if chunk else {}
-        tuning = SlabTuning(mode=mode, **knobs)
+    def of(*, num_tokens: int = 4096, mode: str = HIGH, **rest: Any) -> Setting:
+        tuning = SlabTuning(mode=mode)
         return Setting(section="variants", num_tokens=num_tokens, tuning=tuning, **rest)
 
     yield of()
     yield of(side_priority=0)
     yield of(kind=HALVES)
-    yield of(kind=HALVES, side_priority=0)
-    # One chunk, and four; the default is two.
-    for chunk in (4096, 1024):
-        yield of(chunk=chunk)
-        yield of(chunk=chunk, kind=HALVES)
-    for chunk in (4096, 1024):
-        yield of(chunk=chunk, side_priority=0)
-    yield of(side_priority=-1)
     yield of(mode=LOW)
+    yield of(mode=LOW, kind=HALVES)
+    yield of(num_tokens=128, mode=LOW)
     yield of(num_tokens=128, mode=LOW, kind=HALVES)
 
 
@@ -136,32 +132,31 @@ def _crossover() -> Iterator[Setting]:
 
 
 def _programs() -> Iterator[Setting]:
-    """Programs of each role. A dispatch does not hang on combine's, so both are changed at once."""
+    """Programs of each role. A dispatch does not hang on combine's, so both are changed at once,
+    where so many of combine's run at once for sure."""
     cases = ((128, LOW, BF16), (4096, HIGH, BF16), (4096, LOW, BF16), (4096, HIGH, FP8))
-    for num_tokens, mode, wires in cases:
-        for programs, roles in itertools.product(
-            reversed(PROGRAMS), (PROGRAM_KNOBS[:2], PROGRAM_KNOBS[2:])
-        ):
-            tuning = SlabTuning(mode=mode, **dict.fromkeys(roles, programs))
-            yield Setting(section="programs", num_tokens=num_tokens, tuning=tuning, wires=wires)
+    for (num_tokens, mode, wires), programs in itertools.product(cases, reversed(PROGRAMS)):
+        roles = PROGRAM_KNOBS if programs <= MOST_AT_ONCE else PROGRAM_KNOBS[:1]
+        tuning = SlabTuning(mode=mode, **dict.fromkeys(roles, programs))
+        yield Setting(section="programs", num_tokens=num_tokens, tuning=tuning, wires=wires)
 
 
-def _chunks() -> Iterator[Setting]:
-    """Blocks, unrolling and chunks of a combine by copies: one of them changed, then all."""
-    shapes = ((4096, 8), (2048, 8), (2048, 4), (1024, 4))
-    unrolls, chunks = (0, 4, 16, 8), (2048, 1024, 4096, 512)
+def _blocks() -> Iterator[Setting]:
+    """Blocks, unrolling and lag of a large combine: one of them changed, then all."""
+    shapes = ((0, 0), (2048, 8), (4096, 8), (512, 2))
+    unrolls, lags = (0, 16, 4), (128, 512, 2048)
     # Positions in the three lists; what is the default lies at 0.
     grid = sorted(
-        itertools.product(range(len(shapes)), range(len(unrolls)), range(len(chunks))),
+        itertools.product(range(len(shapes)), range(len(unrolls)), range(len(lags))),
         key=lambda at: (sum(i > 0 for i in at), sum(at)),
     )
-    for shape, unroll, chunk in grid:
+    for shape, unroll, lag in grid:
         block, warps = shapes[shape]
         yield Setting(
-            section="chunks", num_tokens=4096,
+            section="blocks", num_tokens=4096,
             tuning=SlabTuning(
                 mode=HIGH, combine_block=block, combine_warps=warps,
-                combine_unroll=unrolls[unroll], combine_chunk_tokens=chunks[chunk],
+                combine_unroll=unrolls[unroll], combine_lag=lags[lag],
             ),
         )  # fmt: skip
 
@@ -169,9 +164,8 @@ def _chunks() -> Iterator[Setting]:
 def _small() -> Iterator[Setting]:
     """Index, signals and blocks of few tokens."""
     knobs: list[dict[str, int]] = [
-        {}, {"direct_ranks": 0}, {"combine_few": 0}, {"index_queries": 8}, {"index_queries": 32},
-        {"direct_ranks": 0, "combine_few": 0}, {"direct_ranks": 0, "index_queries": 8},
-        {"direct_ranks": 0, "index_queries": 32},
+        {}, {"direct_ranks": 0}, {"combine_block": 4096}, {"combine_block": 1024},
+        {"index_queries": 8}, {"index_queries": 16}, {"index_queries": 32},
     ]  # fmt: skip
     for given, num_tokens in itertools.product(knobs, (128, 1, 32)):
         tuning = SlabTuning(mode=LOW, **given)
@@ -196,5 +190,5 @@ SECTIONS: dict[str, Callable[[], Iterator[Setting]]] = {
     "overlap": _overlap,
     "small": _small,
     "programs": _programs,
-    "chunks": _chunks,
+    "blocks": _blocks,
 }

@@ -219,7 +219,7 @@ class VirtualWorld:
         assert [engine.status.tolist() for engine in self.engines] == [[0] * 8] * self.num_ranks
 
     def check_returned_rows_are_empty(self) -> None:
-        """Between combines, memory of partial sums is as moe_comm.kernels.returned_rows wants it."""
+        """Between combines, memory of partial sums is empty (moe_comm.kernels.returned_rows)."""
         for memory in self.memories:
             for name in ("combine_rows", "combine_scales"):
                 size = memory.regions.sizes[name]

@@ -58,39 +58,38 @@ def test_every_section_has_what_it_was_asked_for() -> None:
     cases = {(s.num_tokens, s.tuning.mode, s.wires) for s in of["crossover"]}
     assert cases == set(itertools.product(sizes, (LOW, HIGH), (("bf16", "bf16"), FP8)))
     assert all(not s.changed for s in of["crossover"])
-    for num_tokens, role in itertools.product(
-        (128, 4096), ("dispatch_programs", "combine_send_programs", "combine_receive_programs")
-    ):
-        found = {s.knobs[role] for s in of["programs"] if s.num_tokens == num_tokens}
-        assert found == set(PROGRAMS)
-    grid = {(k["combine_chunk_tokens"], k["combine_block"], k["combine_warps"],
-             k["combine_unroll"]) for k in (s.knobs for s in of["chunks"])}  # fmt: skip
-    shapes = ((4096, 8), (2048, 4), (2048, 8), (1024, 4))
+    for num_tokens in (128, 4096):
+        found = [s.knobs for s in of["programs"] if s.num_tokens == num_tokens]
+        assert {k["dispatch_programs"] for k in found} == set(PROGRAMS)
+        assert {k["combine_programs"] for k in found} == {0, 33, 66, 132}
+    grid = {(k["combine_lag"], k["combine_block"], k["combine_warps"], k["combine_unroll"])
+            for k in (s.knobs for s in of["blocks"])}  # fmt: skip
+    shapes = ((0, 0), (2048, 8), (4096, 8), (512, 2))
     assert grid == {
-        (chunk, *shape, unroll)
-        for chunk in (512, 1024, 2048, 4096) for shape in shapes for unroll in (0, 4, 8, 16)
+        (lag, *shape, unroll)
+        for lag in (128, 512, 2048) for shape in shapes for unroll in (0, 4, 16)
     }  # fmt: skip
     small = {(s.num_tokens, s.knobs["index_queries"]) for s in of["small"]}
-    assert small == set(itertools.product((1, 32, 128), (8, 16, 32)))
+    assert small == set(itertools.product((1, 32, 128), (0, 8, 16, 32)))
     assert {s.kind for s in of["overlap"]} == {OVERLAP}
-    assert {s.side_priority for s in of["variants"]} == {None, 0, -1}
+    assert {s.side_priority for s in of["variants"]} == {None, 0}
     assert {s.kind for s in of["variants"]} == {CALLS, HALVES}
 
 
 def test_the_likeliest_come_first_and_nothing_twice() -> None:
-    found = settings_of(["chunks", "crossover", "chunks"])
+    found = settings_of(["blocks", "crossover", "blocks"])
     assert found[0].changed == {}
     # Block and warps are one choice.
     changes = [
         len({"shape" if name in ("combine_block", "combine_warps") else name for name in s.changed})
-        for s in found if s.section == "chunks"
+        for s in found if s.section == "blocks"
     ]  # fmt: skip
     assert changes == sorted(changes)
     assert set(changes) == {0, 1, 2, 3}
     assert len({s.identity for s in found}) == len(found)
     # The default at 4096 was asked for by chunks first.
     default = setting(num_tokens=4096, mode=HIGH)
-    assert [s.section for s in found if s.identity == default.identity] == ["chunks"]
+    assert [s.section for s in found if s.identity == default.identity] == ["blocks"]
     with pytest.raises(ValueError, match="expected some of variants, crossover"):
         settings_of(["crossovers"])
 
@@ -100,10 +99,10 @@ def test_identity_is_what_is_timed() -> None:
     assert setting(section="b").identity == one.identity
     others = [
         setting(num_tokens=6), setting(mode=HIGH), setting(wires=FP8), setting(kind=HALVES),
-        setting(side_priority=0), setting(side_priority=-1), setting(knobs={"combine_few": 0}),
+        setting(side_priority=0), setting(side_priority=-1), setting(knobs={"combine_lag": 0}),
     ]  # fmt: skip
     assert len({s.identity for s in [one, *others]}) == 8
-    assert str(others[-1]) == "a T=5 low-latency bf16/bf16 combine_few=0"
+    assert str(others[-1]) == "a T=5 low-latency bf16/bf16 combine_lag=0"
 
 
 # Measuring, with a communicator that runs here.
@@ -279,7 +278,7 @@ def test_kernels_are_compiled_ahead_once(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     config = EPConfig(**TINY, num_slots=2)
     settings = [setting(), setting(mode=HIGH), setting(side_priority=0),
-                setting(knobs={"combine_send_programs": 3})]  # fmt: skip
+                setting(knobs={"combine_programs": 3})]  # fmt: skip
     assert distinct(settings) == settings[:2]
     kernels = []
     for _ in range(2):

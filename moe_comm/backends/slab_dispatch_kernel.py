@@ -83,7 +83,8 @@ class DispatchKernel(PutLaunches):
         # Each program releases what it put, unless there are very many words to tell. Only the one
         # launch of a low-latency dispatch has the same programs on every rank.
         if form.indexes:
-            choices, queries = bucket * self.config.num_topk, self.tuning.index_queries
+            choices = bucket * self.config.num_topk
+            queries = self.tuning.queries_of(choices)
             ids = ranking_programs(choices, self.num_ranks, form.options["P"], queries)
         else:
             ids = max(1, min(-(-(end - begin) // ID_TOKENS), plan.dispatch_programs))
@@ -180,7 +181,7 @@ class DispatchKernel(PutLaunches):
                 WAIT_ROWS=apart and (ranked or not indexes),
                 DIRECT=plan.mode == "low-latency" and self._tells_directly,
                 SEND=send, RECEIVE=receive, RANKED=ranked, P=starts, TILE=ranking.TILE,
-                QUERY=tuning.index_queries, KEYS=keys,
+                QUERY=tuning.queries_of(choices), KEYS=keys,
                 KEYS_UNROLL=min(16, next_power_of_2(-(-choices // keys))),
                 # Sort keys are whole numbers in fp32, unless they are too large for it.
                 EXACT=self._interpret or self.num_ranks * starts * max(choices, 1) >= 1 << 24,

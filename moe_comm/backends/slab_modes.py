@@ -7,6 +7,11 @@ from dataclasses import dataclass, replace
 from moe_comm.config import EPConfig
 
 MODES = ("auto", "low-latency", "high-throughput")
+# Combines of buckets in (FEW_TOKENS, MIDDLE_TOKENS] take fewer and larger programs than others: all
+# of them run at once then.
+FEW_TOKENS, MIDDLE_TOKENS = 32, 512
+# From so many choices on a program ranks 32 of them, below 16: fewer programs read all of them.
+MANY_CHOICES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +29,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class SlabTuning:
-    """Knobs. Defaults come from trial runs on two H200 at 896/16/3584: dispatch by stores and by
-    copies took alike at about 12 MB to a peer. There is no table of them in results/ yet.
+    """Knobs. Defaults are the fastest of trial runs on two H200 at 896/16/3584, T = 1 to 4096.
 
     Attributes:
         mode: "low-latency", "high-throughput", or "auto" by the bucket.
@@ -33,10 +37,12 @@ class SlabTuning:
         combine_programs: the most programs of a combine; 0: as many as there is work for. Others
             must all run at once, so at most one a multiprocessor is safe.
         combine_lag: tokens that a combine sends before it begins to add what others send.
-        combine_few: programs up to which a combine takes smaller blocks to have more of them.
+        combine_block, combine_warps: 0: by the bucket.
+        combine_registers: the most registers of a thread of a combine of more than MIDDLE_TOKENS,
+            so that more programs run at once; 0: as many as the compiler takes.
         direct_ranks: up to this many ranks each program of a low-latency call tells every rank
             itself; beyond, the last one does for all.
-        index_queries: choices that one program ranks.
+        index_queries: choices that one program ranks; 0: by the number of choices.
         combine_unroll: loads of expert rows in flight at a time; 0: as many as a row has.
         put_programs, put_warps: programs that forward what is put, and their warps.
         *_block, *_warps: columns and warps of a program; *_programs: the most programs of a role.
@@ -48,20 +54,30 @@ class SlabTuning:
     dispatch_warps: int = 8
     dispatch_programs: int = 1056
     dispatch_chunks: int = 2
-    combine_block: int = 4096
-    combine_warps: int = 8
+    combine_block: int = 0
+    combine_warps: int = 0
+    combine_registers: int = 64
     combine_programs: int = 0
-    combine_lag: int = 512
-    combine_few: int = 256
+    combine_lag: int = 128
     combine_unroll: int = 0
     direct_ranks: int = 8
-    index_queries: int = 16
+    index_queries: int = 0
     put_programs: int = 128
     put_warps: int = 8
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {self.mode!r}")
+
+    def block_of_combine(self, bucket: int) -> tuple[int, int]:
+        """(columns, warps) of a program, before they are fitted to a row."""
+        if self.combine_block:
+            return self.combine_block, self.combine_warps or max(1, self.combine_block // 256)
+        return (2048, 8) if FEW_TOKENS < bucket <= MIDDLE_TOKENS else (1024, 4)
+
+    def queries_of(self, choices: int) -> int:
+        """Choices that one program of an index ranks."""
+        return self.index_queries or (32 if choices >= MANY_CHOICES else 16)
 
     def with_mode(self, mode: str) -> SlabTuning:
         """This tuning for a communicator that is asked for `mode`: "auto" leaves it as it is.

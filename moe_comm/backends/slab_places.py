@@ -114,14 +114,10 @@ class SlabPlaces:
         return min(self.tuning.dispatch_block, least), self.tuning.dispatch_warps
 
     def _combine_block(self, bucket: int) -> tuple[int, int]:
-        """The same for combine, whose few tokens are spread over more programs."""
-        hidden, tuning = self.config.hidden, self.tuning
+        """The same for combine."""
         group = self.config.return_wire.group
-        block = min(tuning.combine_block, max(next_power_of_2(hidden), group, 32))
-        warps = tuning.combine_warps
-        while block > max(1024, group) and 4 * bucket * -(-hidden // block) <= tuning.combine_few:
-            block, warps = block // 2, warps if block > 2048 else max(1, warps // 2)
-        return block, warps
+        block, warps = self.tuning.block_of_combine(bucket)
+        return min(block, max(next_power_of_2(self.config.hidden), group, 32)), warps
 
     def _poll(self, warps: int) -> int:
         """Elements of a polling tensor: one a thread, so that warps cannot disagree."""
