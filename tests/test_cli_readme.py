@@ -28,7 +28,7 @@ def test_the_example_runs_under_torchrun(tmp_path):
         ],
         capture_output=True,
         text=True,
-        # On a machine with GPUs the example's CPU tensors want a group without them.
+        # Two ranks may be more than there are GPUs.
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         timeout=120,
     )  # fmt: skip
@@ -40,6 +40,11 @@ def test_every_option_of_run_has_a_line():
         if getattr(parameter, "hidden", False):
             continue
         assert any(f"`{name}`" in TEXT for name in parameter.opts), parameter.opts
+
+
+def test_every_command_has_a_line():
+    table = TEXT[TEXT.index("| command | does |") :].split("\n\n", 1)[0]
+    assert re.findall(r"`([a-z-]+)`", table) == list(COMMANDS)
 
 
 def test_every_variable_has_a_line():
