@@ -26,12 +26,16 @@ class Communicator(Engine):
     """Expert-parallel dispatch and combine of one MoE layer's shape over one group.
 
     Every method named collective is called by all ranks of the group in the same order. A
-    communicator is not thread-safe. Use it as a context manager, or call destroy().
+    communicator is not thread-safe. Use it as a context manager, or call destroy(). One serves any
+    number of layers of this shape and placement. After destroy() calls raise RuntimeError.
 
     Attributes:
         config: the agreed EPConfig.
         group: the ranks.
+        rank, num_ranks: this rank and their number, inside the group.
+        device: where every tensor given to it must be.
         placement: the table in force.
+        num_local_experts: physical experts of this rank.
         backend, mode: what runs inside ("c10d", "exact").
         capabilities: as the backend's Support has them.
     """
@@ -79,10 +83,11 @@ class Communicator(Engine):
         """Send each token's row to every rank that holds one of its experts. Collective.
 
         Args:
-            x: [T, H]: bf16 (any dtype for wire "none"), or (values, scales) already on the wire.
-            topk_idx: [T, K] int, logical expert ids; -1 masks a choice. Any other id outside
-                [0, num_experts) counts as -1 and is reported by check().
-            topk_weights: [T, K] fp32; used by combine.
+            x: [T, H]: bf16 (any dtype for wire "none"), or (values, scales) already on the wire,
+                as moe_comm.quantize returns them.
+            topk_idx: [T, K] int32 or int64, logical expert ids; -1 masks a choice. Any other id
+                outside [0, num_experts) counts as -1 and is reported by check().
+            topk_weights: [T, K] fp32 (fp64 too where both wires are "none"); used by combine.
             num_tokens: valid tokens, an int or a scalar integer tensor on the device; rows past
                 it are padding. Default T. 0 is fine. Modes that size messages on the host
                 (c10d exact, hierarchical) synchronize to read a tensor.
@@ -100,8 +105,11 @@ class Communicator(Engine):
         Raises:
             ValueError, TypeError: an argument is wrong; nothing was sent. Other ranks wait for
                 this one until their timeout.
-            SlotError: num_slots dispatches are outstanding.
-            PeerTimeoutError: a rank did not arrive, where the backend blocks the host.
+            SlotError: num_slots dispatches are outstanding, or `handle` still holds its slot.
+            PeerTimeoutError: a rank did not arrive, where the backend blocks the host; elsewhere
+                check(), or a later call, raises it.
+            PhaseError: another rank is in another call. ConfigMismatchError: it gives another
+                bucket, dtype or payloads. Both where the backend compares before rows move.
 
         Where gradients are recorded (x or topk_weights requires them), or under torch.compile,
         the call goes through moe_comm.ops: rows are a copy, and async_op overlaps nothing.
@@ -185,8 +193,9 @@ class Communicator(Engine):
             biases). The order of summation is the numeric contract: moe_comm.backends.reference.
 
         Raises:
-            ValueError: an argument is wrong. SlotError: the handle was combined or released
-            before. PeerTimeoutError, PhaseError: as dispatch.
+            ValueError: an argument is wrong, or the handle is another communicator's.
+            SlotError: the handle was combined or released before.
+            PeerTimeoutError, PhaseError, ConfigMismatchError: as dispatch.
 
         Gradients (of y, the dispatch's topk_weights and the biases): as dispatch; `out` must be
         None then.
@@ -236,7 +245,10 @@ class Communicator(Engine):
             num_tokens: valid tokens, default T.
             bucket: the largest T of any rank, equal on all ranks; default max_tokens_per_rank.
 
-        Returns: [T, H].
+        Returns: [T, H] in x's dtype.
+
+        Raises: ValueError where T, num_tokens and bucket do not fit each other; else as dispatch
+            and combine.
         """
         return forward_in_chunks(
             self, x, topk_idx, topk_weights, experts, num_tokens=num_tokens, bucket=bucket
@@ -278,7 +290,8 @@ class Communicator(Engine):
         same table, with no dispatch outstanding. The caller moves the experts' weights.
 
         Raises ValueError where the table has other experts, ranks or numbers of slots a rank, or
-        more copies of one expert than the communicator was created with.
+        more copies of one expert than the communicator was created with; SlotError where a dispatch
+        is outstanding.
         """
         self._check_alive()
         old = self.placement
@@ -304,13 +317,15 @@ class Communicator(Engine):
         self.placement = placement
 
     def mask_rank(self, rank: int) -> None:
-        """Go on without a dead rank, where the backend can: its experts contribute nothing."""
+        """Go on without a dead rank: its experts contribute nothing from now on, and nothing is
+        sent to it. Collective among the others. Where "masking" is a capability; else
+        NotImplementedError. ValueError where `rank` is this one, or masked already."""
         raise NotImplementedError(
             f"mask_rank: the {self.backend} backend cannot go on without {rank}"
         )
 
     def metrics(self) -> dict[str, int]:
-        """Counts since creation: see moe_comm.metrics.Metrics."""
+        """Counts since creation, by the names of moe_comm.metrics.Metrics' fields."""
         return self._metrics.snapshot()
 
     def add_hook(self, hook: Hook) -> None:
@@ -318,7 +333,10 @@ class Communicator(Engine):
         self._hooks.append(hook)
 
     def destroy(self) -> None:
-        """Free buffers. The process group stays the caller's. Safe to call twice."""
+        """Free buffers, and process groups of the communicator's own; `group` stays the caller's.
+        Every rank calls it, since some backends free theirs together. Over gloo it waits, as long
+        as a call would, for messages of an asynchronous call that nobody waited for. Safe to call
+        twice."""
         if not self._destroyed:
             self._destroyed = True
             self._close()

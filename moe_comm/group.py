@@ -23,6 +23,13 @@ _numbers = itertools.count(1)
 class Group:
     """Ranks, nodes and small agreed exchanges of one process group.
 
+    Args:
+        pg: a torch.distributed process group; None: the world.
+        device: where this rank's tensors will live; None: the current accelerator where the group
+            has a backend for it, else the CPU.
+
+    Raises RuntimeError where torch.distributed is not initialized.
+
     Attributes:
         pg: the torch.distributed process group.
         rank, num_ranks: this process and the size, inside the group.
@@ -30,7 +37,8 @@ class Group:
         node_of_rank: for every rank, the index of its node (0, 1, ... in order of appearance).
         name: equal on its ranks, and no other Group's.
 
-    Construction is collective: ranks exchange their host names once.
+    Construction is collective: ranks exchange their host names once. How long they wait for each
+    other, there and in all_gather, is the process group's own timeout.
     """
 
     def __init__(

@@ -12,12 +12,12 @@ import torch
 
 @dataclass(kw_only=True)
 class Metrics:
-    """Counts since creation. `remote_bytes` is None-free only where the backend knows it on the
-    host (c10d exact); device-side backends count calls alone.
+    """Counts since creation. Bytes are counted where the host knows them (c10d); other backends
+    count calls alone.
 
     Attributes:
         dispatches, combines: calls.
-        sent_bytes: bytes handed to the transport for other ranks, where the host knows them.
+        sent_bytes: bytes handed to the transport for other ranks.
         cross_node_bytes: those of them for ranks of other nodes.
         timeouts: PeerTimeoutErrors raised.
         errors: other recorded errors raised by check().
