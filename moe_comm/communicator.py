@@ -85,8 +85,8 @@ class Communicator(Engine):
         Args:
             x: [T, H]: bf16 (any dtype for wire "none"), or (values, scales) already on the wire,
                 as moe_comm.quantize returns them.
-            topk_idx: [T, K] int16, int32 or int64, logical expert ids; -1 masks a choice. Any other id
-                outside [0, num_experts) counts as -1 and is reported by check().
+            topk_idx: [T, K] int16, int32 or int64, logical expert ids; -1 masks a choice. Any
+                other id outside [0, num_experts) counts as -1 and is reported by check().
             topk_weights: [T, K] fp32 (fp64 too where both wires are "none"); used by combine.
             num_tokens: valid tokens, an int or a scalar integer tensor on the device; rows past
                 it are padding. Default T. 0 is fine. Modes that size messages on the host
