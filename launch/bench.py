@@ -258,6 +258,7 @@ class Bench:
             kinds.append(kind)
         row.limit_us, row.limit_kind = total, " + ".join(dict.fromkeys(kinds))
         row.params["raw_all_to_all_us"] = round(raw, 2)
+        row.params["empty_us"] = round(self.limits.empty_us(graph=graph), 2)
 
 
 def byte_matrix(traffic: RoutingTraffic, phase: str, sent: Sequence[int]) -> list[list[int]]:

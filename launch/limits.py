@@ -34,6 +34,16 @@ class Limits:
     _raw: dict[tuple[object, ...], Statistics] = field(default_factory=dict)
     _copy: dict[tuple[object, ...], float | None] = field(default_factory=dict)
     _memory_rate: float | None = None
+    _empty: dict[bool, float] = field(default_factory=dict)
+
+    def empty_us(self, *, graph: bool) -> float:
+        """What the clock says of a phase with nothing in it: part of every other phase's time."""
+        if graph not in self._empty:
+            mine = time_calls(
+                lambda: None, self.ranks, iters=self.iters, warmup=self.warmup, graph=graph
+            )
+            self._empty[graph] = Statistics.of(self.ranks.gather(mine)).slowest_rank_p50_us
+        return self._empty[graph]
 
     def raw(self, matrix: Sequence[Sequence[int]], *, graph: bool) -> Statistics:
         """all_to_all_single of uint8: rank s sends matrix[s][d] bytes to rank d (nothing to
