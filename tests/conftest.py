@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ import pytest
 # the tests' functions as tests.test_...: the pytest command leaves the repository off the path.
 for folder in (Path(__file__).parents[1], Path(__file__).parent):
     sys.path.insert(0, str(folder))
+
+import interpreter  # noqa: E402 - found by the paths above
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -24,6 +27,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if slow:
             config.hook.pytest_deselected(items=slow)
             items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    if interpreter.PART in os.environ:
+        index, count = map(int, os.environ[interpreter.PART].split("/"))
+        items[:] = [item for item in items if interpreter.is_inside(item)][index::count]
+
+
+@pytest.fixture
+def interpreted(request: pytest.FixtureRequest) -> Callable[[], None]:
+    """Checks that the file's cases passed under Triton's interpreter."""
+    return lambda: interpreter.check(
+        request.path.name, interpreter.said_of(request.path, request.session)
+    )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

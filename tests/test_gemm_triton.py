@@ -8,41 +8,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from interpreter import inside, outside
 
 from moe_comm.kernels.expert_gemm import grouped_mlp
 from moe_comm.kernels.situ import SITU, Activation
 
 cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("gemm_cases.py"))))
 check, make_case = cases.check, cases.make_case
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(
-    not INTERPRETED, reason="runs inside test_under_the_interpreter (TRITON_INTERPRET=1)"
-)
 CLAMPED = Activation(kind="swiglu_clamped")
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
-def test_under_the_interpreter():
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interp", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
-    assert "passed" in result.stdout
+@outside
+def test_under_the_interpreter(interpreted):
+    interpreted()
 
 
 def run(case, device, *, activation=SITU, tiles=None, mode=None):
@@ -84,7 +68,7 @@ def with_tail():
     )
 
 
-@interpreted
+@inside
 @pytest.mark.parametrize("swap", [True, False])
 @pytest.mark.parametrize(
     ("counts", "hidden", "inter", "wire"),
@@ -102,13 +86,13 @@ def test_interp_shapes(swap, counts, hidden, inter, wire):
     assert y[sum(counts) :].isnan().all()
 
 
-@interpreted
+@inside
 def test_interp_eight_rows():
     case = make_case([9, 0, 8, 1], 160, 96, seed=21)
     check(case, run(case, "cpu", tiles=small_tiles(swap=True, block_m=8)), factor=2)
 
 
-@interpreted
+@inside
 @pytest.mark.parametrize("activation", [Activation(kind="swiglu"), CLAMPED], ids=lambda a: a.kind)
 def test_interp_activations_and_biases(activation):
     case = make_case([4, 1], 64, 64, seed=9, bias=True)
@@ -131,7 +115,7 @@ def check_every_code(device, mode, largest, *, smallest=0):
     assert torch.equal(got.view(torch.int16)[smallest:], wanted.view(torch.int16)[smallest:])
 
 
-@interpreted
+@inside
 def test_interp_every_code_and_scale():
     from moe_comm.kernels.mxfp4_dequant import PORTABLE
 
@@ -139,7 +123,7 @@ def test_interp_every_code_and_scale():
     check_every_code("cpu", PORTABLE, 254, smallest=2)
 
 
-@interpreted
+@inside
 @pytest.mark.parametrize("wire", ["bf16", "fp8", "mxfp8"])
 def test_interp_rows_of_ranks_apart(wire):
     """Rows [R, B, H] whose ranks lie further apart than B rows, as a slab's do."""
@@ -169,7 +153,7 @@ def spread(tensor, bucket):
     return wide[:, :bucket]
 
 
-@interpreted
+@inside
 def test_interp_plan_example():
     from moe_comm.kernels.expert_gemm_plan import _plan_kernel
 
@@ -186,7 +170,7 @@ def test_interp_plan_example():
     assert plan.tolist() == [1, 2, -7, -7, -7, -7, -7, 37, -7, -7, -7, -7, -7]
 
 
-@interpreted
+@inside
 def test_interp_plans_with_tails_cover_every_row_once():
     from moe_comm.kernels.expert_gemm_triton import plan_parts
 
@@ -209,7 +193,7 @@ def test_interp_plans_with_tails_cover_every_row_once():
         dataclasses.replace(small_tiles(swap=True, block_m=8), tail=small_tiles(swap=True))
 
 
-@interpreted
+@inside
 def test_interp_tails():
     case = make_case([5, 0, 33, 47, 32], 160, 96, seed=23)
     y = run(case, "cpu", tiles=with_tail())
@@ -217,7 +201,7 @@ def test_interp_tails():
     assert y[117:].isnan().all()
 
 
-@interpreted
+@inside
 @pytest.mark.parametrize("num_rows", [5, 1, torch.tensor([5], dtype=torch.int32)])
 def test_interp_activation_pass(num_rows):
     from moe_comm.kernels.expert_gemm_activate import activate_rows
@@ -234,7 +218,7 @@ def test_interp_activation_pass(num_rows):
     assert out[rows:].isnan().all()
 
 
-@interpreted
+@inside
 def test_interp_read_memory():
     from moe_comm.kernels.expert_gemm_read import read_memory
 

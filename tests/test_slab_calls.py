@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from test_slab_interpreted import CPU, INTERPRETED, _world, inside, run_inside
+from interpreter import inside, outside
+from test_slab_interpreted import CPU, _world
 
 MODES = ["low-latency", "high-throughput"]
 SHAPE = {"num_experts": 4, "num_topk": 2, "hidden": 8, "max_tokens_per_rank": 4}
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the outer process starts the inner one")
-def test_calls_under_the_interpreter() -> None:
-    run_inside(__file__)
+@outside
+def test_calls_under_the_interpreter(interpreted) -> None:
+    interpreted()
 
 
 def _communicators(num_ranks=1, mode="low-latency", **shape):

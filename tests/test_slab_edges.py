@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_slab_interpreted import CPU, INTERPRETED, _world, inside, run_inside
+from interpreter import inside, outside
+from test_slab_interpreted import CPU, _world
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the outer process starts the inner one")
-def test_edges_under_the_interpreter() -> None:
-    run_inside(__file__)
+@outside
+def test_edges_under_the_interpreter(interpreted) -> None:
+    interpreted()
 
 
 @inside

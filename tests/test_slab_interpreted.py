@@ -1,39 +1,17 @@
-"""The slab's kernels on the CPU, under Triton's interpreter: indices, masks, layout, row copies.
-
-The interpreter is chosen when triton is imported, so the cases run in a process of their own."""
+"""The slab's kernels on the CPU, under Triton's interpreter: indices, masks, layout, row copies."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from interpreter import inside, outside
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_under_the_interpreter")
 CPU = torch.device("cpu")
 
 
-def run_inside(path: str) -> None:
-    """Run a test file's inner cases under the interpreter."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", path],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the outer process starts the inner one")
-def test_under_the_interpreter() -> None:
-    run_inside(__file__)
+@outside
+def test_under_the_interpreter(interpreted) -> None:
+    interpreted()
 
 
 def _world(num_ranks=3, mode="low-latency", chunk=1 << 20, **shape):

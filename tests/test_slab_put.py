@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_slab_interpreted import INTERPRETED, inside, run_inside
+from interpreter import INTERPRETED, inside, outside
 
 from moe_comm import EPConfig
 from moe_comm.backends import slab
@@ -20,10 +20,10 @@ from moe_comm.topology import Topology
 CPU = torch.device("cpu")
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the outer process starts the inner one")
+@outside
 @pytest.mark.slow
-def test_under_the_interpreter() -> None:
-    run_inside(__file__)
+def test_under_the_interpreter(interpreted) -> None:
+    interpreted()
 
 
 def world(num_ranks: int = 2, mode: str = "low-latency", programs: int = 4, **shape: Any) -> Any:

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_slab_interpreted import INTERPRETED, inside, run_inside
+from interpreter import INTERPRETED, inside, outside
 
 CHANNELS, CHANNEL, PIECES = 6, 4, 5
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the outer process starts the inner one")
-def test_under_the_interpreter() -> None:
-    run_inside(__file__)
+@outside
+def test_under_the_interpreter(interpreted) -> None:
+    interpreted()
 
 
 class Layout:

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_slab_interpreted import CPU, INTERPRETED, _world, inside, run_inside
+from interpreter import inside, outside
+from test_slab_interpreted import CPU, _world
 
 MODES = ["low-latency", "high-throughput"]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the outer process starts the inner one")
-def test_signals_under_the_interpreter() -> None:
-    run_inside(__file__)
+@outside
+def test_signals_under_the_interpreter(interpreted) -> None:
+    interpreted()
 
 
 def _dispatch_call(world, given, slot, bucket=None):
