@@ -60,11 +60,13 @@ def destinations(
     invalid = live & ((ids < -1) | (ids >= num_experts))
     valid = live & (ids >= 0) & (ids < num_experts)
     safe = torch.where(valid, ids, 0)
-    if copy_table.shape[1] == 1:
-        chosen = copy_table[:, 0][safe]
-    else:
-        copy = (source_rank + position).unsqueeze(-1) % num_copies[safe]
-        chosen = copy_table[safe, copy]
+    copies, at = copy_table.shape[1], safe.flatten()
+    if copies > 1:
+        which = (source_rank + position).repeat_interleave(topk_idx.shape[1])
+        at = at * copies + which % num_copies.index_select(0, at)
+    # A (rank, slot) at a time, as one number: rows of two would be gathered element by element.
+    pairs = copy_table.reshape(-1, 2).view(torch.int64).squeeze(1)
+    chosen = pairs.index_select(0, at).view(torch.int32).view(*ids.shape, 2)
     if alive is not None:
         valid &= alive[chosen[..., 0].to(torch.int64)]
     rank = torch.where(valid, chosen[..., 0], -1)

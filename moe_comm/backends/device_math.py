@@ -148,27 +148,24 @@ def fold(
 def _expert_index_cpu(
     local_idx: Tensor, num_local_experts: int, capacity: int, status: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As layout.expert_index, in passes over the choices that are here alone."""
+    """As layout.expert_index: one sort of short keys, those of choices that are not here last."""
     flat = local_idx.reshape(-1)
-    here = (flat >= 0).nonzero().squeeze(1)
-    keys = flat[here]
-    counts = torch.bincount(keys, minlength=num_local_experts)
-    if num_local_experts < 2**15:
-        keys = keys.to(torch.int16)
-    order = torch.sort(keys, stable=True).indices
-    chosen = here[order]
-    if chosen.shape[0] > capacity:
+    kind = torch.int16 if num_local_experts < 2**15 else torch.int32
+    # Of -1 the sign's bit is all that goes, which leaves the largest key.
+    keys = flat.clamp_min(-1).to(kind).bitwise_and_(torch.iinfo(kind).max)
+    found = torch.sort(keys, stable=True)
+    ends = torch.searchsorted(found.values, torch.arange(num_local_experts + 1, dtype=kind))
+    total = int(ends[-1])
+    if total > capacity:
         status.bitwise_or_(int(StatusBit.ROWS_OVERFLOW))
-        chosen = chosen[:capacity]
-    total = chosen.shape[0]
-    offsets = torch.zeros(num_local_experts + 1, dtype=torch.int32)
-    offsets[1:] = torch.cumsum(counts, 0).clamp_max(capacity)
+        total = capacity
+    chosen = found.indices[:total]
     row_index = torch.empty(capacity, dtype=torch.int32)
     row_index[:total] = chosen.to(torch.int32) // local_idx.shape[1]
     row_index[total:] = -1
     position = torch.full(local_idx.shape, -1, dtype=torch.int32)
-    position.view(-1).index_copy_(0, chosen, torch.arange(total, dtype=torch.int32))
-    return offsets, row_index, position
+    position.view(-1).scatter_(0, chosen, torch.arange(total, dtype=torch.int32))
+    return ends.clamp_max(capacity).to(torch.int32), row_index, position
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
