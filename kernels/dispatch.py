@@ -43,7 +43,8 @@ from moe_comm.kernels.signal import (
 ID_TOKENS = 16
 
 # Constants of the kernels: WIRE is 0 to copy elements, 1 to quantize bf16 to fp8 on the way, 2 to
-# mxfp8; ROWS_TO is 1 where copies take the rows on from this rank's own memory, 2 for all ranks.
+# mxfp8; ROWS_TO is 1 where copies take the rows on from this rank's own memory, 2 for all ranks, 0
+# where no program puts rows.
 
 
 @triton.jit

@@ -68,27 +68,28 @@ class DispatchLaunches(DispatchKernel):
         self, call: DispatchCall, plan: Plan, *, send: bool, receive: bool
     ) -> None:
         """High throughput: ids and weights are put by a kernel and indexed while whole blocks of
-        rows travel by copies, on a stream of their own: by the copy engine where there is one."""
+        rows travel by copies, on a stream of their own: by the copy engine where there is one. What
+        has to be quantized first is, on that stream, piece by piece."""
         from moe_comm.kernels.signal import ROWS
 
         if send:
             inputs: Inputs = call.prepared
-            quantizes = inputs.quantizes
-            chunks = plan.dispatch_chunks if quantizes else 1
             # No rank reads the slot any more: the call that freed it has waited for all of them.
             self._fork()
-            if quantizes:
-                for begin, end in chunk_edges(call.num_rows, chunks):
-                    last = end == call.num_rows
-                    self._dispatch_kernel(
-                        call, plan, send=True, receive=False, rows_to=1, release_after=last,
-                        tokens=(begin, call.bucket if last else end),
-                    )  # fmt: skip
-                    self._fork()
-                    self._copy_rows(call, begin, end, from_x=False)
+            if inputs.quantizes:
+                with torch.cuda.stream(self._side):
+                    for begin, end in chunk_edges(call.num_rows, plan.dispatch_chunks):
+                        self._dispatch_kernel(
+                            call, plan, send=True, receive=False, ids_too=False, rows_to=1,
+                            release_after=False, tokens=(begin, end),
+                        )  # fmt: skip
+                        self._copy_rows(call, begin, end, from_x=False)
+                self._dispatch_kernel(call, plan, send=True, receive=False, rows_to=0)
             else:
                 self._copy_rows(call, 0, call.num_rows, from_x=True)
                 self._dispatch_kernel(call, plan, send=True, receive=False, rows_to=1)
+                # Given scales and payloads are put by the kernel, and told of with the rows.
+                self._fork()
             with torch.cuda.stream(self._side):
                 self._release(call.slot, ROWS)
         if receive:

@@ -63,12 +63,12 @@ class DispatchKernel(PutLaunches):
         )  # fmt: skip
 
     def _dispatch_kernel(
-        self, call: DispatchCall, plan: Plan, *, send: bool, receive: bool, rows_to: int = 2,
-        release_after: bool = True, tokens: tuple[int, int] | None = None,
+        self, call: DispatchCall, plan: Plan, *, send: bool, receive: bool, ids_too: bool = True,
+        rows_to: int = 2, release_after: bool = True, tokens: tuple[int, int] | None = None,
         staged: Staged | None = None,
     ) -> None:  # fmt: skip
-        """Put rows (to whom `rows_to` says), ids and weights of a range of tokens; wait for every
-        source; index, in this launch where choices are few."""
+        """Put ids and weights (where `ids_too`) and rows (to whom `rows_to` says, 0: nobody) of a
+        range of tokens; wait for every source; index, in this launch where choices are few."""
         from moe_comm.kernels.dispatch import ID_TOKENS, _dispatch_kernel
         from moe_comm.kernels.ranked_index import ranking_programs
         from moe_comm.kernels.signal import ROWS
@@ -89,6 +89,7 @@ class DispatchKernel(PutLaunches):
         else:
             ids = max(1, min(-(-(end - begin) // ID_TOKENS), plan.dispatch_programs))
         rows = max(1, min((end - begin) * form.blocks, plan.dispatch_programs))
+        ids, rows = ids if ids_too else 0, rows if rows_to else 0
         direct = form.options["DIRECT"]
         if staged is None:
             key = ("dispatch", number, bucket)
