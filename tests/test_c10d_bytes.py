@@ -59,7 +59,9 @@ def test_exact_sends_little_more_than_the_rows(num_ranks):
         assert metrics["cross_node_bytes"] == 0
 
 
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(4, 2), (8, 2)])
+@pytest.mark.parametrize(
+    ("num_ranks", "ranks_per_node"), [(4, 2), pytest.param(8, 2, marks=pytest.mark.slow)]
+)
 def test_a_row_crosses_to_a_node_once(num_ranks, ranks_per_node):
     hidden, tokens = 64, 60
     nodes = [rank // ranks_per_node for rank in range(num_ranks)]

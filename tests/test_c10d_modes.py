@@ -30,7 +30,9 @@ def case_of(mode: str, num_ranks: int, ranks_per_node: int | None = None, **fiel
 @pytest.mark.parametrize("mode", ["exact", "dense"])
 @pytest.mark.parametrize(
     ("num_ranks", "wire"),
-    [(2, wire) for wire in WIRES] + [(4, wire) for wire in WIRES] + [(3, "mxfp8"), (8, "bf16")],
+    [(2, wire) for wire in WIRES]
+    + [(4, wire) for wire in WIRES]
+    + [(3, "mxfp8"), pytest.param(8, "bf16", marks=pytest.mark.slow)],
 )
 def test_wires(mode, num_ranks, wire):
     config = {"dispatch_wire": wire, "combine_wire": wire}
@@ -41,7 +43,8 @@ def test_wires(mode, num_ranks, wire):
 @pytest.mark.parametrize(
     ("num_ranks", "ranks_per_node", "wire"),
     [(4, 2, wire) for wire in WIRES]
-    + [(8, 4, "bf16"), (3, 2, "fp8"), (2, 1, "mxfp8"), (3, 3, "bf16")],
+    + [pytest.param(8, 4, "bf16", marks=pytest.mark.slow)]
+    + [(3, 2, "fp8"), (2, 1, "mxfp8"), (3, 3, "bf16")],
 )
 def test_hierarchical(num_ranks, ranks_per_node, wire):
     config = {"dispatch_wire": wire, "combine_wire": wire}

@@ -35,6 +35,7 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", **more}
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path):
     command = [
         *TORCHRUN, "--nproc-per-node", "4", "--master-addr", "127.0.0.1",
