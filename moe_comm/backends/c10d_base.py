@@ -21,7 +21,7 @@ from moe_comm.backends.arrived import ArrivedIndex
 from moe_comm.backends.c10d_collectives import Collective
 from moe_comm.backends.c10d_messages import PointToPoint
 from moe_comm.backends.c10d_peers import Peers
-from moe_comm.backends.c10d_routing import Located, Router
+from moe_comm.backends.c10d_routing import ROUTING, Located, Router
 from moe_comm.backends.c10d_transport import (
     Header,
     Phase,
@@ -126,6 +126,34 @@ class C10dCommunicator(Communicator):
             layout_.view(records, "scales").copy_(scales[tokens])
         for name, tensor in call.payloads.items():
             layout_.view(records, f"payload {name}").copy_(tensor.detach()[tokens])
+
+    @staticmethod
+    def _dispatch_header(
+        call: DispatchCall, row_bytes: int, layout_: RecordLayout, num_tokens: int = 0
+    ) -> Header:
+        return Header(
+            phase=Phase.DISPATCH,
+            call=call.call,
+            num_tokens=num_tokens,
+            num_rows=0,
+            bucket=call.bucket,
+            row_bytes=row_bytes,
+            record_bytes=layout_.num_bytes,
+        )
+
+    def _placed_extras(
+        self, call: DispatchCall, layout_: RecordLayout, records: Tensor, places: Tensor
+    ) -> dict[str, Tensor]:
+        """Scales and payloads in records [N, bytes] at their places r * B + t: [R, B, ...] each.
+        Other rows stay undefined."""
+        extras: dict[str, Tensor] = {}
+        for name, field in layout_.fields.items():
+            if name not in ROUTING:
+                room = self._extra_room(call, field)
+                if field.num_bytes:
+                    room.flatten(0, 1)[places] = layout_.view(records, name)
+                extras[name] = room
+        return extras
 
     # Receive memory.
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from moe_comm.backends import device_math
 from moe_comm.backends.c10d_base import Arrived, C10dCommunicator
 from moe_comm.backends.c10d_plan import Hop, Route
-from moe_comm.backends.c10d_routing import Located
+from moe_comm.backends.c10d_routing import Located, placed_routing
 from moe_comm.backends.c10d_transport import Done, Header, Kind, Phase, Transfer, header_rows
 from moe_comm.backends.packing import (
     Field,
@@ -36,8 +36,6 @@ from moe_comm.backends.packing import (
 from moe_comm.calls import CombineCall, DispatchCall
 from moe_comm.handle import Dispatched
 from moe_comm.wire import Wire
-
-_ROUTING = ("ids", "weights", "place")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -97,7 +95,7 @@ class HierarchicalCommunicator(C10dCommunicator):
             route: Route = self._reusable(call.reuse).route
             num_tokens, cross, tokens_of = route.num_tokens, route.cross, []
             to = None
-            self._agree(Phase.DISPATCH, self._header(call, layout, row_bytes))
+            self._agree(Phase.DISPATCH, self._dispatch_header(call, row_bytes, layout))
         slot = self._slots[call.slot]
         held = num_tokens + sum(cross.received)
         records = slot.tensor("held records", (held, layout.num_bytes), torch.uint8)
@@ -132,20 +130,6 @@ class HierarchicalCommunicator(C10dCommunicator):
             transfers=transfers,
         )
 
-    @staticmethod
-    def _header(
-        call: DispatchCall, layout: RecordLayout, row_bytes: int, num_tokens: int = 0
-    ) -> Header:
-        return Header(
-            phase=Phase.DISPATCH,
-            call=call.call,
-            num_tokens=num_tokens,
-            num_rows=0,
-            bucket=call.bucket,
-            row_bytes=row_bytes,
-            record_bytes=layout.num_bytes,
-        )
-
     def _cross(
         self,
         call: DispatchCall,
@@ -162,7 +146,7 @@ class HierarchicalCommunicator(C10dCommunicator):
             if node != node_of_rank[self.rank] and holder is not None:
                 there = [rank for rank, at in enumerate(node_of_rank) if at == node]
                 goes[:, holder] = reaches[:, there].any(dim=1)
-        return self._counts(self._header(call, layout, row_bytes, num_tokens), goes, None)
+        return self._counts(self._dispatch_header(call, row_bytes, layout, num_tokens), goes, None)
 
     def _counts(
         self, header: Header, goes: Tensor, among: list[int] | None
@@ -237,13 +221,7 @@ class HierarchicalCommunicator(C10dCommunicator):
         else:
             arrived = self._reusable(call.reuse)
             route = arrived.route
-        extras: dict[str, Tensor] = {}
-        for name, field in state.layout.fields.items():
-            if name not in _ROUTING:
-                room = self._extra_room(call, field)
-                if field.num_bytes:
-                    room.flatten(0, 1)[route.places] = state.layout.view(records, name)
-                extras[name] = room
+        extras = self._placed_extras(call, state.layout, records, route.places)
         transfers[1].wait()
         room = self._row_room(call, state.like)
         put_rows(as_bytes(room.flatten(0, 1)), route.places, rows)
@@ -264,7 +242,7 @@ class HierarchicalCommunicator(C10dCommunicator):
         goes[:, mates] = reaches[:, mates]
         own = goes[:, self.rank].nonzero().squeeze(1)
         goes[:, self.rank] = False
-        header = self._header(call, state.layout, state.row_bytes, state.num_tokens)
+        header = self._dispatch_header(call, state.row_bytes, state.layout, state.num_tokens)
         inside, _ = self._counts(header, goes, mates)
         return inside, own, who
 
@@ -272,11 +250,10 @@ class HierarchicalCommunicator(C10dCommunicator):
         width = self.placement.max_local_experts
         local = state.layout.view(records, "ids") - self.rank * width
         local = torch.where((local >= 0) & (local < width), local, -1)
-        shape = (self.num_ranks, call.bucket, self.config.num_topk)
-        local_idx = torch.full(shape, -1, dtype=torch.int32, device=self.device)
-        weights = torch.zeros(shape, dtype=call.topk_weights.dtype, device=self.device)
-        local_idx.flatten(0, 1).index_copy_(0, route.places, local)
-        weights.flatten(0, 1).index_copy_(0, route.places, state.layout.view(records, "weights"))
+        weights = state.layout.view(records, "weights")
+        local_idx, weights = placed_routing(
+            local, weights, route.places, num_ranks=self.num_ranks, bucket=call.bucket
+        )
         tokens = torch.tensor(state.tokens_of, dtype=torch.int32).to(self.device)
         assert state.located is not None
         return self._index(state.located, local_idx, weights, tokens, route)

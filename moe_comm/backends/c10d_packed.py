@@ -18,7 +18,7 @@ from moe_comm.backends.c10d_base import Arrived, C10dCommunicator
 from moe_comm.backends.c10d_counted import plan_of
 from moe_comm.backends.c10d_plan import PackedPlan, Plan
 from moe_comm.backends.c10d_routing import Located
-from moe_comm.backends.c10d_transport import Done, Header, Headers, Kind, Phase, Transfer
+from moe_comm.backends.c10d_transport import Done, Headers, Kind, Phase, Transfer
 from moe_comm.backends.packing import Field, RecordLayout, Workspace, as_bytes
 from moe_comm.calls import DispatchCall
 
@@ -55,7 +55,7 @@ class PackedRecords(C10dCommunicator):
         else:
             layout = RecordLayout(extras)
             plan = plan_of(self._reusable(call.reuse).route)
-            self._agree(Phase.DISPATCH, self._header(call, width, layout))
+            self._agree(Phase.DISPATCH, self._dispatch_header(call, width, layout))
         slot = self._slots[call.slot]
         packing = [p for p in self._transport.others if not plan.sends_all(p)]
         packed = slot.tensor("rows out", (sum(plan.sent[p] for p in packing), width), torch.uint8)
@@ -83,27 +83,13 @@ class PackedRecords(C10dCommunicator):
             transfer=transfer,
         )
 
-    @staticmethod
-    def _header(
-        call: DispatchCall, row_bytes: int, layout: RecordLayout, num_tokens: int = 0
-    ) -> Header:
-        return Header(
-            phase=Phase.DISPATCH,
-            call=call.call,
-            num_tokens=num_tokens,
-            num_rows=0,
-            bucket=call.bucket,
-            row_bytes=row_bytes,
-            record_bytes=layout.num_bytes,
-        )
-
     def _plan(
         self, call: DispatchCall, row_bytes: int, layout: RecordLayout
     ) -> tuple[Located, PackedPlan, Headers]:
         """Exchange counts. Blocks the host."""
         num_tokens = self._host_tokens(call.num_tokens, call.num_rows)
         to = self._router.locate(call.topk_idx, num_tokens)
-        header = self._header(call, row_bytes, layout, num_tokens)
+        header = self._dispatch_header(call, row_bytes, layout, num_tokens)
         positions, mine = self._router.choose(to, header)
         told = self._transport.exchange_headers(Phase.DISPATCH, mine)
         self._check_headers(header, told.theirs, self._transport.others)
@@ -157,15 +143,9 @@ class PackedRecords(C10dCommunicator):
         self, call: DispatchCall, plan: Plan, state: Packing, scales: Tensor | None
     ) -> dict[str, Tensor]:
         """Scales and payloads of the rows that came, and this rank's own: [R, B, ...]."""
-        extras: dict[str, Tensor] = {}
-        for name, field in state.layout.fields.items():
-            if name in ("ids", "weights", "token"):
-                continue
-            room = self._extra_room(call, field)
-            if field.num_bytes:
-                room.flatten(0, 1)[plan.places] = state.layout.view(state.records, name)
-                own = scales if name == "scales" else call.payloads[name[len("payload ") :]]
-                assert own is not None
-                room[self.rank, : plan.num_tokens] = own.detach()[: plan.num_tokens]
-            extras[name] = room
+        extras = self._placed_extras(call, state.layout, state.records, plan.places)
+        for name, room in extras.items():
+            own = scales if name == "scales" else call.payloads[name[len("payload ") :]]
+            assert own is not None
+            room[self.rank, : plan.num_tokens] = own.detach()[: plan.num_tokens]
         return extras

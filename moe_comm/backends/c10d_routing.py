@@ -24,6 +24,23 @@ from moe_comm.status import StatusBit
 _WHOLE_SHARE = 128
 
 
+# Fields of records that say which row it is and where its choices lie.
+ROUTING = ("ids", "weights", "token", "place")
+
+
+def placed_routing(
+    local: Tensor, weights: Tensor, places: Tensor, *, num_ranks: int, bucket: int
+) -> tuple[Tensor, Tensor]:
+    """Local ids [N, K] int32 and weights [N, K] of received rows at their places r * B + t [N]:
+    ids [R, B, K], -1 elsewhere, and weights [R, B, K], 0 elsewhere."""
+    shape, device = (num_ranks, bucket, local.shape[1]), local.device
+    local_idx = torch.full(shape, -1, dtype=torch.int32, device=device)
+    received = torch.zeros(shape, dtype=weights.dtype, device=device)
+    local_idx.flatten(0, 1).index_copy_(0, places, local)
+    received.flatten(0, 1).index_copy_(0, places, weights)
+    return local_idx, received
+
+
 def rows_sent(count: int, num_tokens: int) -> int:
     """Rows that go to a rank that `count` of `num_tokens` tokens have a choice on."""
     whole = count > 0 and count * _WHOLE_SHARE >= num_tokens * (_WHOLE_SHARE - 1)
@@ -209,11 +226,11 @@ class Router:
         Returns: local ids [R, B, K] int32, weights [R, B, K], places [N] int64 (r * B + t of each
         record), T of each rank [R] int32.
         """
-        shape = (self.num_ranks, bucket, weights.shape[1])
-        local_idx = torch.full(shape, -1, dtype=torch.int32, device=self.device)
         if self.fits(weights):
             from moe_comm.kernels.route_tokens import unpack
 
+            shape = (self.num_ranks, bucket, weights.shape[1])
+            local_idx = torch.full(shape, -1, dtype=torch.int32, device=self.device)
             received = torch.empty(shape, dtype=weights.dtype, device=self.device)
             places, tokens = unpack(
                 records,
@@ -230,9 +247,13 @@ class Router:
             return local_idx, received, places, tokens
         source = self._by_rank(plan.received, torch.int64)
         places = source * bucket + form.view(records, "token")
-        received = torch.zeros(shape, dtype=weights.dtype, device=self.device)
-        local_idx.flatten(0, 1).index_copy_(0, places, form.view(records, "ids"))
-        received.flatten(0, 1).index_copy_(0, places, form.view(records, "weights"))
+        local_idx, received = placed_routing(
+            form.view(records, "ids"),
+            form.view(records, "weights"),
+            places,
+            num_ranks=self.num_ranks,
+            bucket=bucket,
+        )
         rows = slice(0, weights.shape[0])
         local_idx[self.rank, rows] = torch.where(to.rank == self.rank, to.slot, -1)
         received[self.rank, rows] = weights
