@@ -253,8 +253,8 @@ def _dispatch_kernel(
     x_ptr, scales_ptr, topk_idx_ptr, topk_weights_ptr, payload_ptr, num_tokens_ptr, num_tokens_host,
     token_begin, token_end, num_rows, stride_x, id_programs, row_programs, releases, row_releases,
     copy_table_ptr, num_copies_ptr, alive_ptr, peers_ptr,
-    rows_offset, scales_offset, ids_offset, weights_offset, ranks_offset, starts_offset,
-    payload_offset, flags_offset, ids_ptr, weights_ptr, ranks_ptr, starts_ptr, flags_ptr,
+    rows_offset, scales_offset, ids_offset, weights_offset, choices_offset, starts_offset,
+    payload_offset, flags_offset, ids_ptr, weights_ptr, choices_ptr, starts_ptr, flags_ptr,
     choice_rank_ptr, fold_rank_ptr, fold_count_ptr, tokens_out_ptr, readable_ptr,
     offsets_ptr, row_index_ptr, position_ptr, order_ptr, order_weights_ptr, order_count_ptr,
     state_ptr, status_ptr, channel, rows_channel, combine_channel, rank, bucket, capacity, E, L,
@@ -287,10 +287,10 @@ def _dispatch_kernel(
                 step = tl.arange(0, TOKENS)[:, None]
                 if RANKED:
                     put_ranked(
-                        program, bucket * K, num_tokens, usable, topk_idx_ptr, topk_weights_ptr,
-                        copy_table_ptr, num_copies_ptr, alive_ptr, peers_ptr, ids_offset,
-                        weights_offset, ranks_offset, starts_offset, rank, E, K, C, P, R, QUERY,
-                        KEYS, KEYS_UNROLL, EXACT,
+                        program, wanted(state_ptr, channel, releases), bucket * K, num_tokens,
+                        usable, topk_idx_ptr, topk_weights_ptr, copy_table_ptr, num_copies_ptr,
+                        alive_ptr, peers_ptr, choices_offset, starts_offset, rank, E, K, C, P, R,
+                        QUERY, KEYS, KEYS_UNROLL, EXACT,
                     )  # fmt: skip
                 else:
                     for first in range(
@@ -302,7 +302,14 @@ def _dispatch_kernel(
                             alive_ptr, peers_ptr, ids_offset, weights_offset, rank, bucket, E, K,
                             KP, C, R,
                         )  # fmt: skip
-                if RELEASE_IDS:
+                if RANKED:
+                    # What was put tells of itself; this tells how many tokens there are.
+                    if program == 0:
+                        release(
+                            target, state_ptr, channel, releases, num_tokens - told, usable,
+                            NUM_CHANNELS, RP,
+                        )  # fmt: skip
+                elif RELEASE_IDS:
                     if DIRECT:
                         release(
                             target, state_ptr, channel, releases,
@@ -354,23 +361,24 @@ def _dispatch_kernel(
         if not SEND:
             senders = 0
         if program >= senders:
-            arrived = wait(
-                flags_ptr, alive_ptr, state_ptr, status_ptr, channel,
-                wanted(state_ptr, channel, releases), rank, timeout_ns, NUM_CHANNELS, CHANNELS_P,
-                R, RP, POLL, INTERPRET,
-            )  # fmt: skip
             receiver = program - senders
-            if receiver == 0:
-                _write_tokens(flags_ptr + channel * R, alive_ptr, tokens_out_ptr, arrived, R, RP)
+            want = wanted(state_ptr, channel, releases)
             if RANKED:
                 index_ranked(
-                    receiver, arrived, ids_ptr, weights_ptr, ranks_ptr, starts_ptr, alive_ptr,
+                    receiver, want, choices_ptr, starts_ptr, alive_ptr, ids_ptr, weights_ptr,
                     offsets_ptr, row_index_ptr, position_ptr, order_ptr, order_weights_ptr,
-                    order_count_ptr, status_ptr, bucket * K, capacity, L, K, KP, P, R, TILE,
+                    order_count_ptr, flags_ptr, status_ptr, channel, rank, timeout_ns, bucket,
+                    capacity, L, K, KP, P, R, TILE, NUM_CHANNELS, CHANNELS_P, POLL, INTERPRET,
                 )  # fmt: skip
-            elif receiver == 0:
-                # Later launches index; what did not arrive they must not read.
-                tl.store(readable_ptr, R * bucket * K * arrived)
+            if receiver == 0:
+                arrived = wait(
+                    flags_ptr, alive_ptr, state_ptr, status_ptr, channel, want, rank, timeout_ns,
+                    NUM_CHANNELS, CHANNELS_P, R, RP, POLL, INTERPRET,
+                )  # fmt: skip
+                _write_tokens(flags_ptr + channel * R, alive_ptr, tokens_out_ptr, arrived, R, RP)
+                if RANKED == 0:
+                    # Later launches index; what did not arrive they must not read.
+                    tl.store(readable_ptr, R * bucket * K * arrived)
             if WAIT_ROWS:
                 if receiver == 0:
                     wait(

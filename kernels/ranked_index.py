@@ -6,11 +6,15 @@ choices instead of all that it receives.
 Legend: R ranks, B the bucket, K choices, L local experts, P = the most local experts of a rank
 + 1, or more.
 A source's choices, keyed by (destination rank, local slot, choice), are in the order in which each
-destination has them. Received, both int32: ranks [R, B, K], how many of the source's keys are
-smaller than the choice's, and starts [R, P], how many are smaller than (this rank, e, 0).
+destination has them. Received, int64 words: choices [R, B, K, 2] and starts [R, P]. The high half
+of every word is the number of the call (the count that it brings its slot's DISPATCH channel to),
+so a word tells by itself that it has arrived: no fence stands between what is put and what tells of
+it. Low halves: of a choice, slot * SPAN + how many of the source's keys are smaller, -1 where it is
+not here; then its weight's bits, where it is here. Of a start, how many keys are smaller than (this
+rank, e, 0).
 
 Of a choice i of source s for local expert e: the rows before it are those of the experts before e
-of all sources, of e of the sources before s, and ranks[i] - starts[s, e] of its own source.
+of all sources, of e of the sources before s, and its own rank - starts[s, e] of its own source.
 """
 
 from __future__ import annotations
@@ -19,25 +23,46 @@ import triton
 import triton.language as tl
 
 from moe_comm.kernels.choice_route import route
-from moe_comm.kernels.expert_index import count_smaller, load_ids, place_in_row, write_order
+from moe_comm.kernels.expert_index import count_smaller
+from moe_comm.kernels.signal import is_fatal, is_over, now_ns
 
 # Up to this many choices of its own a source ranks them: counting pairs takes their square.
 RANKED_CHOICES = 4096
-# Received choices, or experts, of a program.
+# What a slot is multiplied by beside a rank; slots from 2^31 / SPAN on do not fit.
+SPAN = tl.constexpr(RANKED_CHOICES)
+MOST_SLOTS = (1 << 31) // RANKED_CHOICES
+# Received choices, or experts, of a program: at least as many as it has threads.
 TILE = 256
 
 
 @triton.jit
+def _word(call, low):
+    """int64: the number of the call, and 32 bits."""
+    return (call.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def _call_of(word):
+    """The number of the call, int32."""
+    return (word >> 32).to(tl.int32)
+
+
+@triton.jit
+def _low_of(word):
+    """The other 32 bits, int32."""
+    return word.to(tl.int32)
+
+
+@triton.jit
 def put_ranked(
-    program, num_choices, num_tokens, usable, topk_idx_ptr, topk_weights_ptr, copy_table_ptr,
-    num_copies_ptr, alive_ptr, peers_ptr, ids_offset, weights_offset, ranks_offset, starts_offset,
-    rank, E, K: tl.constexpr, C: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
-    QUERY: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, EXACT: tl.constexpr,
+    program, call, num_choices, num_tokens, usable, topk_idx_ptr, topk_weights_ptr, copy_table_ptr,
+    num_copies_ptr, alive_ptr, peers_ptr, choices_offset, starts_offset, rank, E, K: tl.constexpr,
+    C: tl.constexpr, P: tl.constexpr, R: tl.constexpr, QUERY: tl.constexpr, BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """One program's QUERY of the num_choices = B * K choices of this rank, or, after the programs
     of all choices, QUERY of the R * P starts: counted, and put to the ranks that they are for.
-    Local ids go to every rank, since they tell it whether it was reached; padding tokens put -1, so
-    that no receiver reads another call's.
+    Every rank is told of every choice, padding tokens' too: it waits until it is.
 
     Example: R = 2, P = 3, choices for (rank, slot) [(1, 0), (0, 1), (1, 0)]: sort keys 3, 1, 3, so
     ranks 1, 0, 2. Rank 1 gets starts 1, 3, 3: none of its rows is for slot 1.
@@ -71,98 +96,189 @@ def put_ranked(
     if R <= 8:
         for step in tl.static_range(R):
             _put_to_peer(
-                step, i, start, of_choices, inside, to_rank, slot, weight, ranks, num_choices,
-                usable, alive_ptr, peers_ptr, ids_offset, weights_offset, ranks_offset,
-                starts_offset, rank, P, R,
+                step, call, i, start, of_choices, inside, to_rank, slot, weight, ranks,
+                num_choices, usable, alive_ptr, peers_ptr, choices_offset, starts_offset, rank, P,
+                R,
             )  # fmt: skip
     else:
         for step in range(R):
             _put_to_peer(
-                step, i, start, of_choices, inside, to_rank, slot, weight, ranks, num_choices,
-                usable, alive_ptr, peers_ptr, ids_offset, weights_offset, ranks_offset,
-                starts_offset, rank, P, R,
+                step, call, i, start, of_choices, inside, to_rank, slot, weight, ranks,
+                num_choices, usable, alive_ptr, peers_ptr, choices_offset, starts_offset, rank, P,
+                R,
             )  # fmt: skip
 
 
 @triton.jit
 def _put_to_peer(
-    step, i, start, of_choices, inside, to_rank, slot, weight, ranks, num_choices, usable,
-    alive_ptr, peers_ptr, ids_offset, weights_offset, ranks_offset, starts_offset, rank,
-    P: tl.constexpr, R: tl.constexpr,
+    step, call, i, start, of_choices, inside, to_rank, slot, weight, ranks, num_choices, usable,
+    alive_ptr, peers_ptr, choices_offset, starts_offset, rank, P: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """What put_ranked puts to the step-th peer. Each rank starts with its right neighbour, so that
     no peer is everyone's first."""
     peer = (rank + 1 + step) % R
     base = tl.load(peers_ptr + peer)
-    alive = tl.load(alive_ptr + peer) != 0
-    writes = usable != 0
-    # A masked rank writes nothing here any more, so its ids are kept at -1 for it.
-    ids_base = tl.where(alive, base, tl.load(peers_ptr + rank))
-    source = tl.where(alive, rank, peer).to(tl.int64)
+    writes = (usable != 0) & (tl.load(alive_ptr + peer) != 0)
     here = to_rank == peer
-    ids_ptr = (ids_base + ids_offset).to(tl.pointer_type(tl.int32)) + source * num_choices
-    tl.store(ids_ptr + i, tl.where(here, slot, -1), mask=inside & writes)
-    own = rank.to(tl.int64) * num_choices
-    weights_ptr = (base + weights_offset).to(tl.pointer_type(tl.float32)) + own
-    tl.store(weights_ptr + i, weight, mask=inside & here & writes)
-    ranks_ptr = (base + ranks_offset).to(tl.pointer_type(tl.int32)) + own
-    tl.store(ranks_ptr + i, ranks, mask=inside & here & writes)
-    starts_ptr = (base + starts_offset).to(tl.pointer_type(tl.int32)) + rank * P
+    told_ptr = (base + choices_offset).to(tl.pointer_type(tl.int64))
+    told_ptr += (rank.to(tl.int64) * num_choices + i) * 2
+    told = _word(call, tl.where(here, slot * SPAN + ranks, -1))
+    tl.store(told_ptr, told, mask=inside & writes)
+    bits = weight.to(tl.int32, bitcast=True)
+    tl.store(told_ptr + 1, _word(call, bits), mask=inside & here & writes)
+    starts_ptr = (base + starts_offset).to(tl.pointer_type(tl.int64)) + rank * P
     at = start - peer * P
-    for_peer = (of_choices == 0) & (at >= 0) & (at < P) & alive
-    tl.store(starts_ptr + at, ranks, mask=for_peer & writes)
+    for_peer = (of_choices == 0) & (at >= 0) & (at < P)
+    tl.store(starts_ptr + at, _word(call, ranks), mask=for_peer & writes)
+
+
+@triton.jit
+def _add_source(
+    s, call, slots, follows, own, here, starts_ptr, alive_ptr, L, P: tl.constexpr, R: tl.constexpr
+):
+    """What source s has to say of rows before: (rows before those at `slots` [...], its own rows
+    from there on left out where `own`; all its rows; s where it has not said all yet, else R). Its
+    rows for a slot itself come before where `follows` is 1. All of the shape of `slots`."""
+    live = tl.load(alive_ptr + s)
+    words_ptr = starts_ptr + s * P + tl.zeros_like(slots)
+    first = tl.load(words_ptr, volatile=True)
+    end = tl.load(words_ptr + L, volatile=True)
+    until = tl.load(words_ptr + slots + follows, mask=here, other=0, volatile=True)
+    said = (_call_of(first) == call) & (_call_of(end) == call)
+    said = said & ((_call_of(until) == call) | (here == 0))
+    before = tl.where(here & (own == 0), _low_of(until), 0) - _low_of(first)
+    late = tl.where(said | (live == 0), R, s)
+    return before * live, (_low_of(end) - _low_of(first)) * live, late
+
+
+@triton.jit
+def _read_choices(
+    call, i, source, awaited, choices_ptr, starts_ptr, alive_ptr, L, P: tl.constexpr,
+    R: tl.constexpr,
+):  # fmt: skip
+    """Of choices i of sources `source`, where `awaited`: (local slot, -1 where not here; weight;
+    expert row; rows of all experts; the first source that is late, R where none is). As far as
+    said: final where nobody is late."""
+    told = tl.load(choices_ptr + 2 * i, mask=awaited, other=0, volatile=True)
+    more = tl.load(choices_ptr + 2 * i + 1, mask=awaited, other=0, volatile=True)
+    low = _low_of(told)
+    said = _call_of(told) == call
+    here = awaited & said & (low >= 0)
+    late = tl.where(awaited & ((said == 0) | (here & (_call_of(more) != call))), source, R)
+    slot = tl.where(here, low // SPAN, 0)
+    rank = tl.where(here, low % SPAN, 0)
+    total = tl.zeros_like(slot)
+    for s in range(R):
+        before, rows, silent = _add_source(
+            s, call, slot, (s < source).to(tl.int32), s == source, here, starts_ptr, alive_ptr, L,
+            P, R,
+        )  # fmt: skip
+        rank += before
+        total += rows
+        late = tl.minimum(late, silent)
+    weight = _low_of(more).to(tl.float32, bitcast=True)
+    return (
+        tl.where(here, slot, -1), weight, rank, tl.max(tl.max(total, 1), 0),
+        tl.min(tl.min(late, 1), 0),
+    )  # fmt: skip
+
+
+@triton.jit
+def _read_offsets(call, expert, starts_ptr, alive_ptr, L, P: tl.constexpr, R: tl.constexpr):
+    """Of local experts [TILE], L included: (rows before theirs; rows of all; the first source that
+    is late, R where none is)."""
+    inside = expert <= L
+    offset = tl.zeros_like(expert)
+    total = tl.zeros_like(expert)
+    late = tl.zeros_like(expert) + R
+    for s in range(R):
+        before, rows, silent = _add_source(
+            s, call, expert, tl.zeros_like(expert), expert < 0, inside, starts_ptr, alive_ptr, L, P,
+            R,
+        )  # fmt: skip
+        offset += before
+        total += rows
+        late = tl.minimum(late, silent)
+    return offset, tl.max(total, 0), tl.min(late, 0)
 
 
 @triton.jit
 def index_ranked(
-    program, arrived, ids_ptr, weights_ptr, ranks_ptr, starts_ptr, alive_ptr, offsets_ptr,
-    row_index_ptr, position_ptr, order_ptr, order_weights_ptr, count_ptr, status_ptr,
-    source_choices, capacity, L, K: tl.constexpr, KP: tl.constexpr, P: tl.constexpr,
-    R: tl.constexpr, TILE: tl.constexpr,
+    program, call, choices_ptr, starts_ptr, alive_ptr, ids_ptr, weights_ptr, offsets_ptr,
+    row_index_ptr, position_ptr, order_ptr, order_weights_ptr, count_ptr, flags_ptr, status_ptr,
+    channel, rank, timeout_ns, bucket, capacity, L, K: tl.constexpr, KP: tl.constexpr,
+    P: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr, NUM_CHANNELS: tl.constexpr,
+    CHANNELS_P: tl.constexpr, POLL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """One program's TILE of the R * source_choices received choices, or, after the programs of all,
-    TILE experts' offsets. As expert_index: what did not arrive (`arrived` 0) counts as not here."""
-    num_choices = R * source_choices
-    choice_programs = (num_choices + TILE - 1) // TILE
-    step = tl.arange(0, TILE)
-    total = tl.full((), 0, tl.int32)
-    if program < choice_programs:
-        i = program * TILE + step
-        ids = load_ids(ids_ptr, i, num_choices * arrived)
-        here = ids >= 0
-        source = i // source_choices
-        place, in_row = place_in_row(i, ids, ids_ptr, num_choices * arrived, K, KP)
-        weight = tl.load(weights_ptr + i, mask=here, other=0.0)
-        rank = tl.load(ranks_ptr + i, mask=here, other=0)
-        for s in range(R):
-            live = tl.load(alive_ptr + s) * arrived
-            first = tl.load(starts_ptr + s * P)
-            total += (tl.load(starts_ptr + s * P + L) - first) * live
-            # Of sources before, this expert's rows come first too.
-            until = tl.load(
-                starts_ptr + s * P + ids + (s < source).to(tl.int32), mask=here, other=0
+    """One program's rows of the R * B received ones, or, after the programs of all, TILE experts'
+    offsets: waits until the sources have said what it needs, at most timeout_ns, and writes what
+    expert_index does, and the received ids [R, B, K] (-1 where not here) and weights. Of what has
+    not arrived after a failure nothing counts as here."""
+    ROWS: tl.constexpr = TILE // KP if TILE > KP else 1
+    num_rows = R * bucket
+    row_programs = (num_rows + ROWS - 1) // ROWS
+    lost = tl.full((), 0, tl.int32)
+    spins = 0
+    began = tl.full((), 0, tl.int64)
+    if program < row_programs:
+        row = program * ROWS + tl.arange(0, ROWS)
+        column = tl.arange(0, KP)
+        inside = (row < num_rows)[:, None] & (column < K)[None, :]
+        i = row[:, None] * K + column[None, :]
+        source = tl.zeros_like(i) + (row // bucket)[:, None]
+        awaited = inside & (tl.load(alive_ptr + source, mask=inside, other=0) != 0)
+        slot, weight, place, total, late = _read_choices(
+            call, i, source, awaited, choices_ptr, starts_ptr, alive_ptr, L, P, R
+        )
+        if late < R:
+            lost += is_fatal(status_ptr, POLL)
+        while (late < R) & (lost == 0):
+            slot, weight, place, total, late = _read_choices(
+                call, i, source, awaited, choices_ptr, starts_ptr, alive_ptr, L, P, R
             )
-            rank += (tl.where(s == source, 0, until) - first) * live
-        kept = here & (rank < capacity)
-        position = tl.where(kept, rank, -1)
-        tl.store(row_index_ptr + rank, i // K, mask=kept)
-        tl.store(position_ptr + i, position, mask=i < num_choices)
-        tl.store(row_index_ptr + i, -1, mask=(i >= total) & (i < capacity))
-        write_order(
-            i, ids, position, place, in_row, weight, order_ptr, order_weights_ptr, count_ptr,
-            num_choices, K,
-        )  # fmt: skip
+            spins += 1
+            if (late < R) & ((spins % 256 == 1) | INTERPRET):
+                if spins == 1:
+                    began = now_ns(POLL, INTERPRET)
+                lost += is_over(
+                    flags_ptr, status_ptr, channel, call, late, rank, began, timeout_ns,
+                    NUM_CHANNELS, CHANNELS_P, R, POLL, INTERPRET,
+                )  # fmt: skip
+        slot = tl.where(lost == 0, slot, -1)
+        total = tl.where(lost == 0, total, 0)
+        here = slot >= 0
+        kept = here & (place < capacity)
+        position = tl.where(kept, place, -1)
+        tl.store(row_index_ptr + place, tl.zeros_like(i) + row[:, None], mask=kept)
+        tl.store(row_index_ptr + i, -1, mask=inside & (i >= total) & (i < capacity))
+        tl.store(position_ptr + i, position, mask=inside)
+        tl.store(ids_ptr + i, slot, mask=inside)
+        tl.store(weights_ptr + i, weight, mask=here)
+        # The order in which combine adds.
+        present = here.to(tl.int32)
+        at = row[:, None] * K + tl.cumsum(present, 1) - 1
+        tl.store(order_ptr + at, position, mask=here)
+        tl.store(order_weights_ptr + at, weight, mask=here)
+        tl.store(count_ptr + row, tl.sum(present, 1), mask=row < num_rows)
     else:
-        expert = (program - choice_programs) * TILE + step
-        offset = tl.zeros([TILE], tl.int32)
-        for s in range(R):
-            live = tl.load(alive_ptr + s) * arrived
-            first = tl.load(starts_ptr + s * P)
-            total += (tl.load(starts_ptr + s * P + L) - first) * live
-            until = tl.load(starts_ptr + s * P + expert, mask=expert <= L, other=0)
-            offset += (until - first) * live
+        expert = (program - row_programs) * TILE + tl.arange(0, TILE)
+        offset, total, late = _read_offsets(call, expert, starts_ptr, alive_ptr, L, P, R)
+        if late < R:
+            lost += is_fatal(status_ptr, POLL)
+        while (late < R) & (lost == 0):
+            offset, total, late = _read_offsets(call, expert, starts_ptr, alive_ptr, L, P, R)
+            spins += 1
+            if (late < R) & ((spins % 256 == 1) | INTERPRET):
+                if spins == 1:
+                    began = now_ns(POLL, INTERPRET)
+                lost += is_over(
+                    flags_ptr, status_ptr, channel, call, late, rank, began, timeout_ns,
+                    NUM_CHANNELS, CHANNELS_P, R, POLL, INTERPRET,
+                )  # fmt: skip
+        offset = tl.where(lost == 0, offset, 0)
+        total = tl.where(lost == 0, total, 0)
         tl.store(offsets_ptr + expert, tl.minimum(offset, capacity), mask=expert <= L)
-        if (program == choice_programs) & (total > capacity):
+        if (program == row_programs) & (total > capacity):
             tl.atomic_or(status_ptr, 2)
 
 
@@ -171,6 +287,7 @@ def ranking_programs(num_choices: int, num_ranks: int, starts: int, queries: int
     return -(-num_choices // queries) + -(-(num_ranks * starts) // queries)
 
 
-def adding_programs(num_received: int, num_local_experts: int) -> int:
-    """Programs of index_ranked."""
-    return -(-num_received // TILE) + -(-(num_local_experts + 1) // TILE)
+def adding_programs(num_rows: int, padded_topk: int, num_local_experts: int, tile: int) -> int:
+    """Programs of index_ranked. num_rows: R * B; padded_topk: KP; tile: TILE."""
+    rows = max(1, tile // padded_topk)
+    return -(-num_rows // rows) + -(-(num_local_experts + 1) // tile)

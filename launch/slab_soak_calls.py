@@ -169,7 +169,7 @@ class Member:
         other rank returns anything to it, so there must be none."""
         if self.returned is None:
             return torch.zeros((), dtype=torch.int64, device=self.comm.device)
-        return (self.returned != 0xFF).sum()
+        return torch.count_nonzero(self.returned != 0xFF)
 
     def delay(self, lane: Lane, point: int) -> None:
         """Hold this rank's stream up."""

@@ -38,6 +38,34 @@ def test_a_nan_of_all_ones_is_returned_as_a_nan(wire) -> None:
 
 
 @inside
+def test_words_of_an_earlier_call_are_not_taken_for_this_ones() -> None:
+    """Where choices are ranked at their source, words lie elsewhere for another bucket: whatever
+    was there before, a rank waits for what a late one has not put yet, and takes nothing of it."""
+    from moe_comm.calls import check_dispatch
+    from moe_comm.status import StatusBit
+
+    world = _world(2)
+    generator = torch.Generator().manual_seed(18)
+    for tokens, bucket in (((9, 3), 9), ((4, 2), 4), ((9, 9), 9), ((5, 5), 5), ((9, 1), 9)):
+        world.round_trip(tokens, generator, bucket=bucket)
+    inputs = world.inputs((9, 9), generator, masked=0.0)
+    calls = [
+        check_dispatch(
+            world.config, CPU, given.x, given.topk_idx, given.topk_weights, num_tokens=None,
+            bucket=None, payloads=None, handle=None,
+        )
+        for given in inputs
+    ]  # fmt: skip
+    for call in calls:
+        call.slot, call.call = 0, 0
+    got = world.engines[0].dispatch(calls[0], send=True, receive=True)
+    assert world.engines[0].read_status().bits == StatusBit.TIMEOUT
+    assert bool((got.topk_idx == -1).all())
+    assert not got.expert_offsets.any()
+    assert bool((got.row_index == -1).all())
+
+
+@inside
 def test_ids_beyond_32_bits_count_as_masked() -> None:
     from moe_comm.backends.reference import RankInput
     from moe_comm.status import StatusBit

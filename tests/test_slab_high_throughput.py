@@ -13,7 +13,7 @@ from test_slab_interpreted import CPU, _world
 
 @outside
 def test_order_under_the_interpreter(interpreted) -> None:
-    """See tests/interpreter.py."""
+    interpreted()
 
 
 def steps_of(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:

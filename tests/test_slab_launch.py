@@ -149,3 +149,21 @@ def test_direct_launches_are_tritons(mode, wire, monkeypatch) -> None:
                 if async_op:
                     z.wait()
     assert watched.num_direct > 1000
+
+
+@pytest.mark.parametrize("hidden", [1, 64, 161, 2880, 3584])
+@pytest.mark.parametrize("wire", ["bf16", "fp8", "mxfp8"])
+def test_no_two_threads_read_the_same_of_what_others_write(hidden, wire) -> None:
+    """Where a block has fewer elements than a program has threads, several hold the same element,
+    each as it read it."""
+    from slab_world import VirtualWorld
+
+    from moe_comm import EPConfig
+
+    config = EPConfig(
+        num_experts=8, num_topk=2, hidden=hidden, max_tokens_per_rank=8, combine_wire=wire
+    )
+    engine = VirtualWorld(config, 2, CPU).engines[0]
+    for bucket in (1, 32, 33, 512, 513, 4096):
+        block, warps = engine._combine_block(bucket)
+        assert block >= 32 * warps >= 32

@@ -99,8 +99,8 @@ class DispatchKernel(PutLaunches):
         given = (
             inputs.x, inputs.scales, inputs.topk_idx, inputs.topk_weights, inputs.payload,
             inputs.num_tokens, 0 if inputs.on_device else call.num_tokens, begin, end,
-            call.num_rows, inputs.x.stride(0), ids, rows, ids if direct else 1,
-            rows if direct else 1,
+            call.num_rows, inputs.x.stride(0), ids, rows,
+            ids if direct and not form.indexes else 1, rows if direct else 1,
         )  # fmt: skip
         count = (ids + rows if send else 0) + (form.receivers if receive else 0)
         launch(_dispatch_kernel, count, places, form, given)
@@ -129,11 +129,12 @@ class DispatchKernel(PutLaunches):
             alive_ptr=self.alive, peers_ptr=self.memory.peers if staged is None else staged.table,
             rows_offset=offsets["dispatch_rows"], scales_offset=offsets["dispatch_scales"],
             ids_offset=offsets["topk_idx"], weights_offset=offsets["topk_weights"],
-            ranks_offset=self._base("ranks", number), starts_offset=self._base("starts", number),
+            choices_offset=self._base("choices", number),
+            starts_offset=self._base("starts", number),
             payload_offset=offsets["payloads"], flags_offset=self.memory.regions.offsets["flags"],
             ids_ptr=self._ids(number, bucket), weights_ptr=self._weights(number, bucket),
-            ranks_ptr=self._view("ranks", number, (1,), torch.int32),
-            starts_ptr=self._view("starts", number, (1,), torch.int32), flags_ptr=self.flags,
+            choices_ptr=self._view("choices", number, (1,), torch.int64),
+            starts_ptr=self._view("starts", number, (1,), torch.int64), flags_ptr=self.flags,
             choice_rank_ptr=slot.choice_rank, fold_rank_ptr=slot.fold_rank,
             fold_count_ptr=slot.fold_count, tokens_out_ptr=slot.tokens, readable_ptr=slot.readable,
             offsets_ptr=slot.offsets, row_index_ptr=slot.row_index, position_ptr=slot.position,
@@ -160,11 +161,18 @@ class DispatchKernel(PutLaunches):
             block, warps = self._dispatch_block()
             apart = self._rows_apart(plan)
             choices, starts = bucket * config.num_topk, self._starts
-            ranked = apart and indexes and choices <= ranking.RANKED_CHOICES
+            ranked = (
+                apart and indexes and choices <= ranking.RANKED_CHOICES
+                and starts <= ranking.MOST_SLOTS
+            )  # fmt: skip
+            # An element a thread at least: what others write is read, and by one thread each.
+            tile = max(ranking.TILE, 32 * warps)
             receivers = 1
             if ranked:
-                received = self.num_ranks * choices
-                receivers = ranking.adding_programs(received, self.num_local_experts)
+                receivers = ranking.adding_programs(
+                    self.num_ranks * bucket, next_power_of_2(config.num_topk),
+                    self.num_local_experts, tile,
+                )  # fmt: skip
             scale_bytes, width = inputs.scale_bytes, inputs.payload_bytes
             keys = min(256, max(32, next_power_of_2(choices)))
             options = dict(
@@ -181,7 +189,7 @@ class DispatchKernel(PutLaunches):
                 # Where later launches index, yet another one waits for the rows.
                 WAIT_ROWS=apart and (ranked or not indexes),
                 DIRECT=plan.mode == "low-latency" and self._tells_directly,
-                SEND=send, RECEIVE=receive, RANKED=ranked, P=starts, TILE=ranking.TILE,
+                SEND=send, RECEIVE=receive, RANKED=ranked, P=starts, TILE=tile,
                 QUERY=tuning.queries_of(choices), KEYS=keys,
                 KEYS_UNROLL=min(16, next_power_of_2(-(-choices // keys))),
                 # Sort keys are whole numbers in fp32, unless they are too large for it.

@@ -117,7 +117,9 @@ class SlabPlaces:
         """The same for combine."""
         group = self.config.return_wire.group
         block, warps = self.tuning.block_of_combine(bucket)
-        return min(block, max(next_power_of_2(self.config.hidden), group, 32)), warps
+        block = min(block, max(next_power_of_2(self.config.hidden), group, 32))
+        # An element a thread at least: what others write is read, and no two threads read the same.
+        return block, min(warps, block // 32)
 
     def _poll(self, warps: int) -> int:
         """Elements of a polling tensor: one a thread, so that warps cannot disagree."""

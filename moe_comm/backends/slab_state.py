@@ -47,8 +47,8 @@ def region_sizes(config: EPConfig, num_ranks: int, *, puts: bool = False) -> dic
     del sizes["total"]
     choices = min(config.bucket * config.num_topk, RANKED_CHOICES)
     starts = starts_of_a_rank(config.placement_for(num_ranks).max_local_experts)
-    sizes["ranks"] = config.num_slots * num_ranks * choices * 4
-    sizes["starts"] = config.num_slots * num_ranks * starts * 4
+    sizes["choices"] = config.num_slots * num_ranks * choices * 16
+    sizes["starts"] = config.num_slots * num_ranks * starts * 8
     if puts:
         sizes["staging"] = staging_bytes(sizes, config.num_slots, num_ranks)
     sizes["flags"] = config.num_slots * signal.NUM_PHASES * num_ranks * 8
@@ -178,6 +178,10 @@ class SlabState(SlabStreams):
         wrapped = (count + 2**31) % 2**32 - 2**31
         self.state[0].fill_(wrapped)
         self.flags.fill_(wrapped << 32)
+        # Words of an earlier call, whatever the count.
+        for name in ("choices", "starts"):
+            words = self.memory.regions.sizes[name] // 8
+            self.memory.view(name, (words,), torch.int64).fill_(wrapped << 32)
 
     def read_status(self) -> Status:
         """The status word; bits that are not sticky are cleared. Synchronizes."""
