@@ -205,9 +205,9 @@ class Router:
             take_rows(source, torch.cat([plan.index[plan.to(p)] for p in packing]), packed)
         if to is not None:
             target = self._by_rank(plan.sent, torch.int32).unsqueeze(-1)
-            where, slot = to.rank[plan.index], to.slot[plan.index]
+            where, slot = (part.index_select(0, plan.index) for part in (to.rank, to.slot))
             form.view(records, "ids").copy_(torch.where(where == target, slot, -1))
-            form.view(records, "weights").copy_(weights[plan.index])
+            form.view(records, "weights").copy_(weights.index_select(0, plan.index))
             form.view(records, "token").copy_(plan.index)
 
     def unpack(
