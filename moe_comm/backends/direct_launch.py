@@ -8,6 +8,7 @@ tensors.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,32 @@ from torch import Tensor
 
 # Where the launcher's arguments are known; elsewhere a launch takes Triton's public way.
 _KNOWN = ("3.6.",)
+
+
+def direct(compiled: Any) -> Callable[[tuple[int, int], Sequence[Any]], None]:
+    """What launches a compiled kernel on a grid with addresses, ints and constants, on the current
+    stream of the current device: Triton's own launcher, called without what Triton does around it
+    where its arguments are known."""
+    import triton
+
+    launcher: Any = getattr(compiled, "run", None)
+    if not (
+        triton.__version__.startswith(_KNOWN)
+        and hasattr(launcher, "launch_cooperative_grid")
+        and not (launcher.global_scratch_size or launcher.profile_scratch_size)
+    ):
+        return lambda grid, args: compiled[(*grid, 1)](*args)
+    launch, function, metadata = launcher.launch, compiled.function, compiled.packed_metadata
+    cooperative, dependent = launcher.launch_cooperative_grid, launcher.launch_pdl
+    device, stream_of = torch.cuda.current_device(), torch._C._cuda_getCurrentRawStream
+
+    def run(grid: tuple[int, int], args: Sequence[Any]) -> None:
+        launch(
+            grid[0], grid[1], 1, stream_of(device), function, cooperative, dependent, None, None,
+            metadata, None, None, None, *args,
+        )  # fmt: skip
+
+    return run
 
 
 class Launch:
@@ -28,7 +55,7 @@ class Launch:
             not to specialize.
     """
 
-    __slots__ = ("_args", "_at", "_device", "_fixed", "_options", "_run", "_start", "kernel")
+    __slots__ = ("_args", "_at", "_fixed", "_options", "_run", "kernel")
 
     def __init__(self, kernel: Any, options: dict[str, Any], **args: Tensor | int) -> None:
         self.kernel = kernel
@@ -41,9 +68,7 @@ class Launch:
             value.data_ptr() if isinstance(value, Tensor) else value for value in self._args
         ]
         self._fixed += [options[name] for name in constants]
-        self._device = 0
-        self._run: Any = None
-        self._start: tuple[Any, ...] = ()
+        self._run: Callable[[tuple[int, int], Sequence[Any]], None] | None = None
 
     def __call__(self, grid: tuple[int, int], *given: Tensor | int) -> None:
         """Launch on the current stream of the current device."""
@@ -58,12 +83,7 @@ class Launch:
         if self._run is None or touched & 15:
             self._first(grid, given, aligned=not touched & 15)
             return
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
-        function, cooperative, dependent, metadata = self._start
-        self._run(
-            grid[0], grid[1], 1, stream, function, cooperative, dependent, None, None, metadata,
-            None, None, None, *args,
-        )  # fmt: skip
+        self._run(grid, args)
 
     def _first(
         self, grid: tuple[int, int], given: tuple[Tensor | int, ...], *, aligned: bool
@@ -74,20 +94,5 @@ class Launch:
             args[at] = value
         compiled = self.kernel[grid](*args, **self._options)
         # None under the interpreter, and where a test keeps it from running.
-        if compiled is None or not aligned or not hasattr(self.kernel, "params"):
-            return
-        import triton
-
-        launcher = compiled.run
-        if not triton.__version__.startswith(_KNOWN):
-            return
-        if launcher.global_scratch_size or launcher.profile_scratch_size:
-            return
-        self._device = torch.cuda.current_device()
-        self._run = launcher.launch
-        self._start = (
-            compiled.function,
-            launcher.launch_cooperative_grid,
-            launcher.launch_pdl,
-            compiled.packed_metadata,
-        )
+        if compiled is not None and aligned and hasattr(self.kernel, "params"):
+            self._run = direct(compiled)

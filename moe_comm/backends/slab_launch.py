@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_comm.backends.direct_launch import direct
+
 
 class Places:
     """A kernel's arguments that many calls have in common; the calls bring along the others.
@@ -34,7 +36,7 @@ class Places:
         assert len(self.given) == num_given, (names, list(args))
         self.args = [args.get(name, 0) for name in names]
         self.addresses = [arg if isinstance(arg, int) else arg.data_ptr() for arg in self.args]
-        # (Form, what the given arguments specialize) -> (compiled kernel, values of constants)
+        # (Form, what the given arguments specialize) -> (launch, values of constants)
         self.compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
@@ -95,14 +97,14 @@ def launch(
     key = tuple(traits)
     found = places.compiled.get(key)
     if found is not None:
-        compiled, constants = found
-        compiled[(programs, 1, 1)](*args, *constants)
+        run, constants = found
+        run((programs, 1), (*args, *constants))
         return
     compiled = _first(kernel, programs, places, form, given)
     # None where a test keeps it from running.
     if compiled is not None:
         constants = tuple(form.options[name] for name in kernel.arg_names[len(args) :])
-        places.compiled[key] = compiled, constants
+        places.compiled[key] = direct(compiled), constants
 
 
 def _first(
