@@ -9,11 +9,12 @@ Three kinds of programs, in this order in the grid, so that those that put, and 
 always get to run:
 
 1. `id_programs` put ids and weights, and release the slot's DISPATCH channel. Where choices are few
-   they also rank them (RANKED, moe_comm.kernels.ranked_index).
+   they rank them first and put words that need no release to be read (RANKED,
+   moe_comm.kernels.ranked_index).
 2. `row_programs` put rows, scales and payloads, and release ROWS. So the index, which needs ids
    alone, is computed while rows are still on their way.
-3. Waiting programs wait for all sources' ids, and index where choices were ranked (else later
-   launches do); one of them waits for the rows at the end.
+3. Waiting programs index where choices were ranked; else one waits for all sources' ids, and later
+   launches index. One of them waits for the rows at the end.
 
 Each program releases what it put (DIRECT), or the last of its kind to arrive releases it all. What
 only combine needs the first kind writes after its release, since nobody waits for it.

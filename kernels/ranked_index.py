@@ -28,9 +28,8 @@ from moe_comm.kernels.signal import is_fatal, is_over, now_ns
 
 # Up to this many choices of its own a source ranks them: counting pairs takes their square.
 RANKED_CHOICES = 4096
-# What a slot is multiplied by beside a rank; slots from 2^31 / SPAN on do not fit.
+# What a slot is multiplied by beside a rank; slots, which have 15 bits, fit.
 SPAN = tl.constexpr(RANKED_CHOICES)
-MOST_SLOTS = (1 << 31) // RANKED_CHOICES
 # Received choices, or experts, of a program: at least as many as it has threads.
 TILE = 256
 

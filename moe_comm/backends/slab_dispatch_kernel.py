@@ -161,10 +161,7 @@ class DispatchKernel(PutLaunches):
             block, warps = self._dispatch_block()
             apart = self._rows_apart(plan)
             choices, starts = bucket * config.num_topk, self._starts
-            ranked = (
-                apart and indexes and choices <= ranking.RANKED_CHOICES
-                and starts <= ranking.MOST_SLOTS
-            )  # fmt: skip
+            ranked = apart and indexes and choices <= ranking.RANKED_CHOICES
             # An element a thread at least: what others write is read, and by one thread each.
             tile = max(ranking.TILE, 32 * warps)
             receivers = 1
