@@ -31,6 +31,7 @@ from moe_comm.model.weights.load_experts import load_experts
 # (ranks, tensor-parallel size); the first is the one that others are compared with.
 LAYOUTS = ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4))
 EXACT_LAYOUTS = ((1, 1), (2, 2), (4, 1), (4, 4))
+INVARIANT_LAYOUTS = ((1, 1), (2, 2), (4, 2), (4, 4))
 # Requests: name -> lengths of its chunks. Three of them, so that with four data-parallel groups one
 # rank is idle throughout; chunks of one token, chunks shorter than the convolution, ends off the
 # grid, and steps in which a request has no part.
@@ -193,8 +194,12 @@ def case_fast(directory, rank):
 def case_placements(directory, rank):
     return {
         "exact": placements(directory, rank, Numerics(), layouts=EXACT_LAYOUTS, build=make_exact),
-        "invariant": placements(directory, rank, Numerics(batch_invariant=True)),
+        "invariant": case_invariant(directory, rank, layouts=INVARIANT_LAYOUTS),
     }
+
+
+def case_invariant(directory, rank, layouts=LAYOUTS):
+    return placements(directory, rank, Numerics(batch_invariant=True), layouts=layouts)
 
 
 def case_splits(directory, rank):

@@ -34,7 +34,8 @@ def moe_bench(*arguments, timeout=120):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     directory = tmp_path_factory.mktemp("generate") / "checkpoint"
-    done = moe_bench("make-checkpoint", "--num-experts", 32, directory)
+    # Five layers have one of each kind.
+    done = moe_bench("make-checkpoint", "--num-experts", 32, "--num-layers", 5, directory)
     assert done.returncode == 0, done.stderr
     return directory
 

@@ -192,8 +192,19 @@ def test_in_bf16_against_float64(truth, splits):
     assert same > 0.7 * len(routes), (same, len(routes))
 
 
-@pytest.mark.parametrize("layout", worker.LAYOUTS[1:])
+@pytest.mark.parametrize("layout", worker.INVARIANT_LAYOUTS[1:])
 def test_invariant_placements_are_the_same_bits(invariant, layout):
+    same_bits(invariant, layout)
+
+
+@pytest.mark.slow
+def test_every_invariant_placement_is_the_same_bits(directory):
+    results = run("invariant", directory, 4)
+    for layout in worker.LAYOUTS[1:]:
+        same_bits(results, layout)
+
+
+def same_bits(invariant, layout):
     for name in worker.REQUESTS:
         assert routes_of(invariant, layout, name) == routes_of(invariant, (1, 1), name)
         assert torch.equal(logits_of(invariant, layout, name), logits_of(invariant, (1, 1), name))

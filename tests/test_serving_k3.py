@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -51,8 +52,10 @@ def check_ranks(checkpoint: Path, num: int, timeout: float) -> None:
         print(f"rank {report['rank']}: hit rate {report['hit_rate']:.2f}")
 
 
-def test_requests_on_two_ranks_equal_those_of_one_at_a_time(checkpoint):
-    check_ranks(checkpoint, 9, timeout=300)
+def test_requests_on_two_ranks_equal_those_of_one_at_a_time(tmp_path):
+    config = dataclasses.replace(K3Config.preset("k3-tiny"), num_experts=128)
+    write_checkpoint(config, tmp_path / "checkpoint", seed=0)
+    check_ranks(tmp_path / "checkpoint", 9, timeout=300)
 
 
 @pytest.mark.slow
