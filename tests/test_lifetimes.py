@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from moe_comm import BackendUnavailableError, EPConfig
 from moe_comm.backends import deepep
+from moe_comm.backends.c10d_transport import Kind, Phase
 from moe_comm.launch.rank_data import RankData
 
 
@@ -162,16 +163,37 @@ def test_ranks_may_be_in_different_numbers_of_process_groups(folder):
     assert max(run_ranks(3, among_others, folder)) < 15.0
 
 
-def ends_torch_first(context: RankContext, folder: str) -> None:
+def ends_alone(context: RankContext) -> float:
+    """Seconds until a communicator has ended that nobody sends rank 0's rows."""
+    comm = context.communicator(EPConfig(**{**SHAPE, "timeout_s": 1.0}), "c10d:dense")
+    if context.rank == 0:
+        rows = {1: torch.zeros(64, dtype=torch.uint8)}
+        comm._transport.all_to_all(Phase.DISPATCH, {}, rows, Kind.ROWS)
+    else:
+        # As long as its connection stays, the wait must end by itself.
+        time.sleep(2.5)
+    start = time.monotonic()
+    comm.destroy()
+    return time.monotonic() - start
+
+
+def ends_torch_first(context: RankContext, folder: str) -> tuple[float, float]:
     with double.installed(folder):
         one = context.communicator(EPConfig(**SHAPE), "deepep:v1-ht")
         other = context.communicator(EPConfig(**SHAPE), "c10d:exact")
+        waited = ends_alone(context)
+        # The library's own would wait for the other rank, which may be gone.
         one.transport._buffer.destroy = lambda: None
+        start = time.monotonic()
         dist.destroy_process_group()
         one.destroy()
         other.destroy()
+    return waited, time.monotonic() - start
 
 
-def test_torch_may_be_destroyed_before_a_communicator(folder):
+def test_a_communicator_ends_in_time_whatever_ended_before(folder):
     with RankPool(2) as ranks:
-        ranks.run(ends_torch_first, folder)
+        (waited, first), (nothing, second) = ranks.run(ends_torch_first, folder)
+    assert 0.5 < waited < 5.0
+    assert nothing < 0.5
+    assert max(first, second) < 5.0
