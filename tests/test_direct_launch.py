@@ -25,6 +25,9 @@ class Compiled:
     def launch(self, *args: Any) -> None:
         self.calls.append(args)
 
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        return lambda *args: self.calls.append((grid, *args))
+
 
 class Kernel:
     """A Triton kernel of three arguments and two constants."""
@@ -66,10 +69,11 @@ def test_from_the_second_call_on_addresses_reach_the_launcher():
     )  # fmt: skip
     if triton.__version__.startswith("3.6."):
         assert kernel.compiled.calls == [direct]
-        assert len(kernel.calls) == 1
     else:
-        assert not kernel.compiled.calls
-        assert len(kernel.calls) == 2
+        assert kernel.compiled.calls == [
+            ((6, 1, 1), given.data_ptr(), 7, fixed.data_ptr(), 4, True)
+        ]
+    assert len(kernel.calls) == 1
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -82,12 +86,13 @@ def test_unaligned_addresses_take_tritons_own_way(first):
     assert not kernel.compiled.calls
 
 
-def test_a_kernel_that_wants_scratch_memory_takes_tritons_own_way():
-    kernel = Kernel(scratch=64)
-    launch = Launch(kernel, OPTIONS, b_ptr=torch.zeros(8))
+def test_a_kernel_that_wants_scratch_memory_is_launched_by_what_gives_it_some():
+    kernel, fixed, given = Kernel(scratch=64), torch.zeros(8), torch.zeros(64)
+    launch = Launch(kernel, OPTIONS, b_ptr=fixed)
     for _ in range(2):
-        launch((5, 1), torch.zeros(64), 1)
-    assert len(kernel.calls) == 2
+        launch((5, 1), given, 7)
+    assert len(kernel.calls) == 1
+    assert kernel.compiled.calls == [((5, 1, 1), given.data_ptr(), 7, fixed.data_ptr(), 4, True)]
 
 
 def test_a_missing_argument_is_refused():
