@@ -6,8 +6,8 @@ v1-ll (moe_comm.backends.deepep_v1_ht, deepep_v1_ll) with a V1 or V2 library, v2
 V2. What each costs is part of supports()'s remark; slab does the same with fewer bytes and
 launches, so `auto` prefers it.
 
-Written from the library's sources and tested against doubles of it on CPU ranks; no real DeepEP has
-run under it yet.
+V1 has run under it as DeepEP 1.2.1, on two GPUs. V2 has not: like V1, it is tested against a double
+of its documented calls, on CPU ranks.
 
 A wait for a lost rank is DeepEP's own in V1: about 100 s, after which it raises on the host or ends
 the CUDA context. timeout_s bounds V2's waits.

@@ -2,8 +2,8 @@
 
 Two generations: V1 (`deep_ep.Buffer`, modes v1-ht and v1-ll) and V2 (`deep_ep.ElasticBuffer`, mode
 v2, beside a V1 Buffer). Limits were read from the sources of 1.2.1 (November 2025) and 2.1.0 (July
-2026). No adapter has run against a real DeepEP yet: they were tested against doubles that refuse
-what those sources refuse.
+2026). Tests run the adapters against doubles that refuse what those sources refuse; V1's have run
+against the real 1.2.1.
 
 `deep_ep` reads and writes environment variables at import and construction, and its native part may
 end the process, so it is imported for the first time in a child process (moe_comm.negotiate).
