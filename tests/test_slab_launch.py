@@ -167,3 +167,25 @@ def test_no_two_threads_read_the_same_of_what_others_write(hidden, wire) -> None
     for bucket in (1, 32, 33, 512, 513, 4096):
         block, warps = engine._combine_block(bucket)
         assert block >= 32 * warps >= 32
+
+
+def test_a_direct_launch_does_not_hash_the_kernel(monkeypatch) -> None:
+    """Triton hashes a kernel by its source text, which takes longer than all the rest."""
+    from triton.runtime.jit import JITFunction
+
+    from moe_comm.backends.slab_launch import Form, Places, launch
+    from moe_comm.kernels.slot_signals import _wait_kernel
+
+    ints = torch.zeros(4, dtype=torch.int32)
+    names = [p.name for p in _wait_kernel.params if not p.is_constexpr]
+    places = Places(_wait_kernel, 0, **dict.fromkeys(names, ints))
+    form = Form({}, blocks=1)
+    ran: list[Any] = []
+    places.compiled[form,] = (lambda grid, args: ran.append((grid, args))), (7,)
+
+    def refused(kernel: Any) -> int:
+        raise AssertionError("hashed")
+
+    monkeypatch.setattr(JITFunction, "__hash__", refused)
+    launch(_wait_kernel, 3, places, form, ())
+    assert ran == [((3, 1), (*[ints.data_ptr()] * len(names), 7))]

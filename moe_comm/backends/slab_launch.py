@@ -9,7 +9,6 @@ place of tensors.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ class Places:
         args: tensors, which live as long as this, and ints, by name.
     """
 
-    __slots__ = ("addresses", "args", "compiled", "given")
+    __slots__ = ("addresses", "args", "by_value", "compiled", "given")
 
     def __init__(self, kernel: Any, num_given: int, **args: Tensor | int) -> None:
         names = kernel.arg_names[: len(args) + num_given]
@@ -36,6 +35,8 @@ class Places:
         assert len(self.given) == num_given, (names, list(args))
         self.args = [args.get(name, 0) for name in names]
         self.addresses = [arg if isinstance(arg, int) else arg.data_ptr() for arg in self.args]
+        # Asked once: Triton hashes a kernel by its source text.
+        self.by_value = specialized(kernel) if hasattr(kernel, "params") else frozenset()
         # (Form, what the given arguments specialize) -> (launch, values of constants)
         self.compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
@@ -59,7 +60,6 @@ class Form:
         self.receivers, self.indexes = receivers, indexes
 
 
-@functools.cache
 def specialized(kernel: Any) -> frozenset[int]:
     """Positions of the ints whose value the compiled kernel depends on: whether it is 1, divisible
     by 16, and fits 32 bits."""
@@ -81,7 +81,7 @@ def launch(
         # Interpreted: nothing is compiled.
         _first(kernel, programs, places, form, given)
         return
-    by_value = specialized(kernel)
+    by_value = places.by_value
     args = places.addresses.copy()
     traits: list[Any] = [form]
     note = traits.append

@@ -97,12 +97,21 @@ class PutLaunches(SlabState):
             num_rows=0,
         )  # fmt: skip
 
+    def _linked(self, kernel: Any) -> Any:
+        """The kernel, over NVSHMEM where that puts. Kept by name: Triton hashes a kernel by its
+        source text."""
+        from moe_comm.kernels.put_remote import over_nvshmem
+
+        if self.memory.pes is None:
+            return kernel
+        return self._kept(("over nvshmem", kernel.__name__), lambda: over_nvshmem(kernel))
+
     def _forward(
         self, slot: int, staged: Staged, tokens: tuple[int, int], *, marks: Tensor, marks_part: int,
         num_marks: int, least: int, own: bool, channel: int, num_tokens: int | Tensor,
         num_rows: int,
     ) -> None:  # fmt: skip
-        from moe_comm.kernels.put_remote import PAD_BYTES, _forward_kernel, over_nvshmem
+        from moe_comm.kernels.put_remote import PAD_BYTES, _forward_kernel
 
         begin, end = tokens
         lanes = max(1, self.tuning.put_programs // self.num_ranks)
@@ -118,7 +127,7 @@ class PutLaunches(SlabState):
             places.extend((first, place, row_bytes))
         on_device = isinstance(num_tokens, Tensor)
         nvshmem = self.memory.pes is not None
-        kernel = over_nvshmem(_forward_kernel) if nvshmem else _forward_kernel
+        kernel = self._linked(_forward_kernel)
         warps = self.tuning.put_warps
         kernel[(lanes * self.num_ranks,)](
             self.memory.block, self._parts[slot], self.memory.peers, self._pes, self.alive, marks,
@@ -144,11 +153,11 @@ class PutLaunches(SlabState):
 
     def _put_release(self, slot: int, phase: int) -> None:
         """Release a channel that speaks of no rows; phase RELEASE settles the slot's dispatch."""
-        from moe_comm.kernels.put_remote import PAD_BYTES, _put_release_kernel, over_nvshmem
+        from moe_comm.kernels.put_remote import PAD_BYTES, _put_release_kernel
         from moe_comm.kernels.signal import DISPATCH, RELEASE
 
         nvshmem = self.memory.pes is not None
-        kernel = over_nvshmem(_put_release_kernel) if nvshmem else _put_release_kernel
+        kernel = self._linked(_put_release_kernel)
         offsets = self.memory.regions.offsets
         kernel[(self.num_ranks,)](
             self.memory.block, self.memory.peers, self._pes, self.alive, self.state, self.status,
