@@ -39,6 +39,7 @@ def test_readme_prose_says_what_the_result_files_say():
     assert f"{sum(row['params']['pairs'] for row in soak):,} random calls" in text
     assert f"({sum(row['params']['checked'] for row in soak)} bit for bit" in text
     assert not any(row["params"]["hangs"] or row["wrong"] for row in soak)
+    check_gloo(text)
     check_overlap(text)
     check_layer(text)
     assert f"Loading {load['bytes'] / 1e9:.1f} GB" in text
@@ -49,6 +50,15 @@ def test_readme_prose_says_what_the_result_files_say():
 
 def rows_of(name):
     return readme_blocks.read(ROOT / f"results/{name}.json")["rows"]
+
+
+def check_gloo(text):
+    (row,) = (
+        row for row in rows_of("2026-11-30_cpux2_run")
+        if (row["mode"], row["phase"], row["num_tokens"]) == ("exact", "dispatch", 4096)
+    )  # fmt: skip
+    ratio = row["slowest_rank_p50_us"] / row["params"]["raw_all_to_all_us"]
+    assert f"4096 tokens takes {ratio:.1f} times one plain" in text
 
 
 def check_overlap(text):
