@@ -31,11 +31,11 @@ from moe_comm.kernels.ranked_index import index_ranked, put_ranked
 from moe_comm.kernels.signal import (
     arrive,
     is_usable,
+    low_half,
     release,
     release_target,
     reset_arrivals,
     settle,
-    tokens_of,
     wait,
     wanted,
 )
@@ -284,7 +284,7 @@ def _dispatch_kernel(
                 target = release_target(peers_ptr, alive_ptr, flags_offset, channel, rank, R, RP)
                 # Nobody else writes this rank's own word, and nobody changes its token half before
                 # the release that does so below.
-                told = tokens_of(tl.load(flags_ptr + channel * R + rank, volatile=True))
+                told = low_half(tl.load(flags_ptr + channel * R + rank, volatile=True))
                 step = tl.arange(0, TOKENS)[:, None]
                 if RANKED:
                     put_ranked(
@@ -395,4 +395,4 @@ def _write_tokens(words_ptr, alive_ptr, tokens_out_ptr, arrived, R: tl.constexpr
     ranks = tl.arange(0, RP)
     word = tl.load(words_ptr + ranks, mask=ranks < R, other=0)
     alive = tl.load(alive_ptr + ranks, mask=ranks < R, other=0)
-    tl.store(tokens_out_ptr + ranks, tokens_of(word) * alive * arrived, mask=ranks < R)
+    tl.store(tokens_out_ptr + ranks, low_half(word) * alive * arrived, mask=ranks < R)

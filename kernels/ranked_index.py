@@ -24,7 +24,7 @@ import triton.language as tl
 
 from moe_comm.kernels.choice_route import route
 from moe_comm.kernels.expert_index import count_smaller
-from moe_comm.kernels.signal import is_fatal, is_over, now_ns
+from moe_comm.kernels.signal import high_half, is_fatal, lose_patience, low_half
 
 # Up to this many choices of its own a source ranks them: counting pairs takes their square.
 RANKED_CHOICES = 4096
@@ -38,18 +38,6 @@ TILE = 256
 def _word(call, low):
     """int64: the number of the call, and 32 bits."""
     return (call.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
-
-
-@triton.jit
-def _call_of(word):
-    """The number of the call, int32."""
-    return (word >> 32).to(tl.int32)
-
-
-@triton.jit
-def _low_of(word):
-    """The other 32 bits, int32."""
-    return word.to(tl.int32)
 
 
 @triton.jit
@@ -143,11 +131,11 @@ def _add_source(
     first = tl.load(words_ptr, volatile=True)
     end = tl.load(words_ptr + L, volatile=True)
     until = tl.load(words_ptr + slots + follows, mask=here, other=0, volatile=True)
-    said = (_call_of(first) == call) & (_call_of(end) == call)
-    said = said & ((_call_of(until) == call) | (here == 0))
-    before = tl.where(here & (own == 0), _low_of(until), 0) - _low_of(first)
+    said = (high_half(first) == call) & (high_half(end) == call)
+    said = said & ((high_half(until) == call) | (here == 0))
+    before = tl.where(here & (own == 0), low_half(until), 0) - low_half(first)
     late = tl.where(said | (live == 0), R, s)
-    return before * live, (_low_of(end) - _low_of(first)) * live, late
+    return before * live, (low_half(end) - low_half(first)) * live, late
 
 
 @triton.jit
@@ -160,10 +148,10 @@ def _read_choices(
     said: final where nobody is late."""
     told = tl.load(choices_ptr + 2 * i, mask=awaited, other=0, volatile=True)
     more = tl.load(choices_ptr + 2 * i + 1, mask=awaited, other=0, volatile=True)
-    low = _low_of(told)
-    said = _call_of(told) == call
+    low = low_half(told)
+    said = high_half(told) == call
     here = awaited & said & (low >= 0)
-    late = tl.where(awaited & ((said == 0) | (here & (_call_of(more) != call))), source, R)
+    late = tl.where(awaited & ((said == 0) | (here & (high_half(more) != call))), source, R)
     slot = tl.where(here, low // SPAN, 0)
     rank = tl.where(here, low % SPAN, 0)
     total = tl.zeros_like(slot)
@@ -175,7 +163,7 @@ def _read_choices(
         rank += before
         total += rows
         late = tl.minimum(late, silent)
-    weight = _low_of(more).to(tl.float32, bitcast=True)
+    weight = low_half(more).to(tl.float32, bitcast=True)
     return (
         tl.where(here, slot, -1), weight, rank, tl.max(tl.max(total, 1), 0),
         tl.min(tl.min(late, 1), 0),
@@ -236,11 +224,9 @@ def index_ranked(
                 call, i, source, awaited, choices_ptr, starts_ptr, alive_ptr, L, P, R
             )
             spins += 1
-            if (late < R) & ((spins % 256 == 1) | INTERPRET):
-                if spins == 1:
-                    began = now_ns(POLL, INTERPRET)
-                lost += is_over(
-                    flags_ptr, status_ptr, channel, call, late, rank, began, timeout_ns,
+            if late < R:
+                lost, began = lose_patience(
+                    spins, began, flags_ptr, status_ptr, channel, call, late, rank, timeout_ns,
                     NUM_CHANNELS, CHANNELS_P, R, POLL, INTERPRET,
                 )  # fmt: skip
         slot = tl.where(lost == 0, slot, -1)
@@ -267,11 +253,9 @@ def index_ranked(
         while (late < R) & (lost == 0):
             offset, total, late = _read_offsets(call, expert, starts_ptr, alive_ptr, L, P, R)
             spins += 1
-            if (late < R) & ((spins % 256 == 1) | INTERPRET):
-                if spins == 1:
-                    began = now_ns(POLL, INTERPRET)
-                lost += is_over(
-                    flags_ptr, status_ptr, channel, call, late, rank, began, timeout_ns,
+            if late < R:
+                lost, began = lose_patience(
+                    spins, began, flags_ptr, status_ptr, channel, call, late, rank, timeout_ns,
                     NUM_CHANNELS, CHANNELS_P, R, POLL, INTERPRET,
                 )  # fmt: skip
         offset = tl.where(lost == 0, offset, 0)

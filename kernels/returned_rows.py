@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from moe_comm.kernels.quantize import quantize_groups, scale_to_f32
-from moe_comm.kernels.signal import is_fatal, is_over, now_ns, wanted
+from moe_comm.kernels.signal import is_fatal, lose_patience, wanted
 
 # Bits of memory without a partial sum.
 EMPTY = tl.constexpr(-1)
@@ -123,23 +123,19 @@ def _await_partial(
     lost = tl.full((), 0, tl.int32)
     if missing > 0:
         lost += is_fatal(status_ptr, POLL)
-        missing = missing * (1 - lost)
     spins = 0
     start = tl.full((), 0, tl.int64)
-    while missing > 0:
+    while (missing > 0) & (lost == 0):
         values, scales, missing = _read_partial(
             partials_ptr, scales_ptr, source, bucket, token, column, block, awaited, H, G, BLOCK,
             WIRE, GROUP,
         )  # fmt: skip
         spins += 1
-        if (missing > 0) & ((spins % 256 == 1) | INTERPRET):
-            if spins == 1:
-                start = now_ns(POLL, INTERPRET)
-            lost += is_over(
-                flags_ptr, status_ptr, channel, wanted(state_ptr, channel, 1), source, rank, start,
-                timeout_ns, NUM_CHANNELS, CHANNELS_P, R, POLL, INTERPRET,
+        if missing > 0:
+            lost, start = lose_patience(
+                spins, start, flags_ptr, status_ptr, channel, wanted(state_ptr, channel, 1), source,
+                rank, timeout_ns, NUM_CHANNELS, CHANNELS_P, R, POLL, INTERPRET,
             )  # fmt: skip
-            missing = missing * (1 - lost)
     return values, scales, lost
 
 

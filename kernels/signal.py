@@ -169,15 +169,15 @@ def read_words(words_ptr, awaited, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def count_of(word):
-    """The count half of a word."""
+def high_half(word):
+    """int32: of a flag, its count."""
     return (word >> 32).to(tl.int32)
 
 
 @triton.jit
-def tokens_of(word):
-    """The token half of a word."""
-    return (word & 0xFFFFFFFF).to(tl.int32)
+def low_half(word):
+    """int32: of a flag, its tokens."""
+    return word.to(tl.int32)
 
 
 @triton.jit
@@ -198,32 +198,48 @@ def wait(
     awaited = source < R
     awaited = awaited & (tl.load(alive_ptr + source, mask=awaited, other=0) != 0)
     poll_ptr = flags_ptr + channel * R + source
-    seen = count_of(read_words(poll_ptr, awaited, INTERPRET))
-    late = awaited & ((seen - want) < 0)
-    waiting = tl.max(late.to(tl.int32), 0)
-    if waiting > 0:
-        if is_fatal(status_ptr, POLL) > 0:
-            waiting = waiting * 0
+    late = _first_late(poll_ptr, awaited, want, source, R, INTERPRET)
+    lost = tl.full((), 0, tl.int32)
+    if late < R:
+        lost += is_fatal(status_ptr, POLL)
     spins = 0
     start = tl.full((), 0, tl.int64)
-    while waiting > 0:
-        seen = count_of(read_words(poll_ptr, awaited, INTERPRET))
-        late = awaited & ((seen - want) < 0)
-        waiting = tl.max(late.to(tl.int32), 0)
+    while (late < R) & (lost == 0):
+        late = _first_late(poll_ptr, awaited, want, source, R, INTERPRET)
         spins += 1
-        if (waiting > 0) & ((spins % 256 == 1) | INTERPRET):
-            if spins == 1:
-                start = now_ns(POLL, INTERPRET)
-            peer = tl.min(tl.where(late, source, POLL), 0)
-            waiting = waiting * (
-                1 - is_over(
-                    flags_ptr, status_ptr, channel, want, peer, rank, start, timeout_ns,
-                    NUM_CHANNELS, CHANNELS_P, R, POLL, INTERPRET,
-                )
+        if late < R:
+            lost, start = lose_patience(
+                spins, start, flags_ptr, status_ptr, channel, want, late, rank, timeout_ns,
+                NUM_CHANNELS, CHANNELS_P, R, POLL, INTERPRET,
             )  # fmt: skip
-    missing = tl.max(late.to(tl.int32), 0)
     tl.debug_barrier()
-    return 1 - missing
+    return (late >= R).to(tl.int32)
+
+
+@triton.jit
+def _first_late(poll_ptr, awaited, want, source, R: tl.constexpr, INTERPRET: tl.constexpr):
+    """The first awaited source whose word counts fewer than `want`; R where none does."""
+    seen = high_half(read_words(poll_ptr, awaited, INTERPRET))
+    return tl.min(tl.where(awaited & ((seen - want) < 0), source, R), 0)
+
+
+@triton.jit
+def lose_patience(
+    spins, start, flags_ptr, status_ptr, channel, want, peer, rank, timeout_ns,
+    NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr, R: tl.constexpr, POLL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """After the spins-th look in vain for something of `peer`, the first being 1: (1 where waiting
+    is over, when it began). Finds out on the first look and on every 256th after it."""
+    over = tl.full((), 0, tl.int32)
+    if (spins % 256 == 1) | INTERPRET:
+        if spins == 1:
+            start = now_ns(POLL, INTERPRET)
+        over += is_over(
+            flags_ptr, status_ptr, channel, want, peer, rank, start, timeout_ns, NUM_CHANNELS,
+            CHANNELS_P, R, POLL, INTERPRET,
+        )  # fmt: skip
+    return over, start
 
 
 @triton.jit
@@ -248,8 +264,8 @@ def is_over(
                 host = tl.load((status_ptr + _STATUS_WORDS).to(tl.pointer_type(tl.int64)))
                 host_ptr = host.to(tl.pointer_type(tl.int32))
                 tl.store(host_ptr + 1, channel + 1)
-                _store_failure(status_ptr, peer, count_of(at), want, other)
-                _store_failure(host_ptr, peer, count_of(at), want, other)
+                _store_failure(status_ptr, peer, high_half(at), want, other)
+                _store_failure(host_ptr, peer, high_half(at), want, other)
                 tl.debug_barrier()
                 bit = tl.where(other >= 0, PHASE, TIMEOUT)
                 tl.atomic_or(status_ptr, bit, sem="release", scope="sys")
@@ -291,15 +307,17 @@ def unexpected_channel(
     ordered = (channels < NUM_CHANNELS) & (announcing(channels) == channels)
     none = tl.zeros([CHANNELS_P], tl.int64)
     words_ptr = flags_ptr + channels * R
-    theirs = count_of(
+    theirs = high_half(
         tl.atomic_add(words_ptr + peer, none, mask=ordered, sem="acquire", scope="sys")
     )
     tl.debug_barrier()
     by = announcing(channel)
-    own = count_of(tl.atomic_add(flags_ptr + by * R + rank, 0, sem="acquire", scope="sys"))
-    late = count_of(tl.atomic_add(flags_ptr + by * R + peer, 0, sem="acquire", scope="sys"))
+    own = high_half(tl.atomic_add(flags_ptr + by * R + rank, 0, sem="acquire", scope="sys"))
+    late = high_half(tl.atomic_add(flags_ptr + by * R + peer, 0, sem="acquire", scope="sys"))
     tl.debug_barrier()
-    mine = count_of(tl.atomic_add(words_ptr + rank, none, mask=ordered, sem="acquire", scope="sys"))
+    mine = high_half(
+        tl.atomic_add(words_ptr + rank, none, mask=ordered, sem="acquire", scope="sys")
+    )
     is_out = (by != channel) | ((own - want) >= 0)
     ahead = tl.where(ordered & ((theirs - mine) > 0), channels, CHANNELS_P)
     elsewhere = tl.min(ahead, 0)

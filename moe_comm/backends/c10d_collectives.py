@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
-from moe_comm.backends.c10d_peers import Peers
 from moe_comm.backends.c10d_transport import (
     HEADER_BYTES,
     Done,
@@ -46,19 +45,12 @@ class Collective(Transport):
 
     has_headers = False
 
-    def __init__(
-        self,
-        pg: dist.ProcessGroup,
-        peers: Peers,
-        alive: Sequence[int],
-        wait_s: float,
-        count: Callable[[int, int], None],
-    ) -> None:
-        super().__init__(pg, peers, alive, wait_s, count)
-        self.device = peers.device
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.device = self.peers.device
         # The list form takes each message from where it lies, and what nobody waits for at once
         # runs on a stream of its own. Only of NCCL both are known.
-        self.on_nccl = backend_for(pg, self.device.type) == "nccl"
+        self.on_nccl = backend_for(self.pg, self.device.type) == "nccl"
         self.in_place = self.on_nccl or len(self.others) <= 1
         self._nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
         # By whether what follows on the current stream needs it at once: NCCL's kernel runs on

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_comm.backends.c10d_peers import Peers
 from moe_comm.backends.c10d_transport import Headers, Kind, Phase, Transfer, Transport
 from moe_comm.errors import PeerTimeoutError
 
@@ -28,15 +28,8 @@ class PointToPoint(Transport):
 
     has_headers = True
 
-    def __init__(
-        self,
-        pg: dist.ProcessGroup,
-        peers: Peers,
-        alive: Sequence[int],
-        wait_s: float,
-        count: Callable[[int, int], None],
-    ) -> None:
-        super().__init__(pg, peers, alive, wait_s, count)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         # Of calls that nobody waits for too: a message whose receive is gone stops its connection,
         # and everything else on it.
         self._open: dict[_PeerTransfer, None] = {}
