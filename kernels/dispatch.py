@@ -44,8 +44,8 @@ from moe_comm.kernels.signal import (
 ID_TOKENS = 16
 
 # Constants of the kernels: WIRE is 0 to copy elements, 1 to quantize bf16 to fp8 on the way, 2 to
-# mxfp8; ROWS_TO is 1 where copies take the rows on from this rank's own memory, 2 for all ranks, 0
-# where no program puts rows.
+# mxfp8; ROWS_TO is 2 where rows are put to all ranks, 1 where to this rank alone, since copies
+# bring them to the others, 0 where no program puts rows.
 
 
 @triton.jit
@@ -204,11 +204,7 @@ def _put_row_to_peer(
     row = rank.to(tl.int64) * bucket + token
     send_row = reached & (usable != 0)
     if ROWS_TO == 1:
-        # Quantized rows are copied on from this rank's memory, so there even those that do not
-        # reach it are put.
-        send_row = (peer == rank) & (usable != 0)
-        if WIRE == 0:
-            send_row = send_row & reached
+        send_row = send_row & (peer == rank)
     rows_ptr = (base + rows_offset + row * (H * VALUE_BYTES)).to(tl.pointer_type(values.dtype))
     # Rows are aligned, which an address that was loaded does not show: without the hint they would
     # be stored two bytes at a time.
@@ -245,14 +241,14 @@ def _put_bytes(source_ptr, target, writes, COUNT: tl.constexpr, COUNT_P: tl.cons
 
 @triton.jit(
     do_not_specialize=[
-        "num_tokens_host", "token_begin", "token_end", "num_rows", "id_programs", "row_programs",
+        "num_tokens_host", "num_rows", "id_programs", "row_programs",
         "releases", "row_releases", "channel", "rows_channel", "combine_channel", "rank", "bucket",
         "capacity", "E", "L", "timeout_ns",
     ]
 )  # fmt: skip
 def _dispatch_kernel(
     x_ptr, scales_ptr, topk_idx_ptr, topk_weights_ptr, payload_ptr, num_tokens_ptr, num_tokens_host,
-    token_begin, token_end, num_rows, stride_x, id_programs, row_programs, releases, row_releases,
+    num_rows, stride_x, id_programs, row_programs, releases, row_releases,
     copy_table_ptr, num_copies_ptr, alive_ptr, peers_ptr,
     rows_offset, scales_offset, ids_offset, weights_offset, choices_offset, starts_offset,
     payload_offset, flags_offset, ids_ptr, weights_ptr, choices_ptr, starts_ptr, flags_ptr,
@@ -287,6 +283,12 @@ def _dispatch_kernel(
                 told = low_half(tl.load(flags_ptr + channel * R + rank, volatile=True))
                 step = tl.arange(0, TOKENS)[:, None]
                 if RANKED:
+                    # What is put tells of itself; this tells how many tokens there are.
+                    if program == 0:
+                        release(
+                            target, state_ptr, channel, releases, num_tokens - told, usable,
+                            NUM_CHANNELS, RP, ORDERED=False,
+                        )  # fmt: skip
                     put_ranked(
                         program, wanted(state_ptr, channel, releases), bucket * K, num_tokens,
                         usable, topk_idx_ptr, topk_weights_ptr, copy_table_ptr, num_copies_ptr,
@@ -294,23 +296,14 @@ def _dispatch_kernel(
                         QUERY, KEYS, KEYS_UNROLL, EXACT,
                     )  # fmt: skip
                 else:
-                    for first in range(
-                        token_begin + program * TOKENS, token_end, id_programs * TOKENS
-                    ):
+                    for first in range(program * TOKENS, bucket, id_programs * TOKENS):
                         _put_ids(
-                            first + step, first + step < token_end, num_tokens, usable,
+                            first + step, first + step < bucket, num_tokens, usable,
                             topk_idx_ptr, topk_weights_ptr, copy_table_ptr, num_copies_ptr,
                             alive_ptr, peers_ptr, ids_offset, weights_offset, rank, bucket, E, K,
                             KP, C, R,
                         )  # fmt: skip
-                if RANKED:
-                    # What was put tells of itself; this tells how many tokens there are.
-                    if program == 0:
-                        release(
-                            target, state_ptr, channel, releases, num_tokens - told, usable,
-                            NUM_CHANNELS, RP,
-                        )  # fmt: skip
-                elif RELEASE_IDS:
+                if RELEASE_IDS and not RANKED:
                     if DIRECT:
                         release(
                             target, state_ptr, channel, releases,
@@ -322,9 +315,9 @@ def _dispatch_kernel(
                             target, state_ptr, channel, releases, num_tokens - told, usable,
                             NUM_CHANNELS, RP,
                         )  # fmt: skip
-                for first in range(token_begin + program * TOKENS, token_end, id_programs * TOKENS):
+                for first in range(program * TOKENS, bucket, id_programs * TOKENS):
                     _note_tokens(
-                        first + step, first + step < token_end, num_tokens, topk_idx_ptr,
+                        first + step, first + step < bucket, num_tokens, topk_idx_ptr,
                         copy_table_ptr, num_copies_ptr, choice_rank_ptr, fold_rank_ptr,
                         fold_count_ptr, status_ptr, rank, E, K, KP, C,
                     )  # fmt: skip
@@ -334,12 +327,15 @@ def _dispatch_kernel(
                 target = release_target(
                     peers_ptr, alive_ptr, flags_offset, rows_channel, rank, R, RP
                 )
+                if ROWS_TO == 1:
+                    # Copies bring the others rows, and then the word that is written here.
+                    target = tl.where(tl.arange(0, RP) == rank, target, 0)
                 blocks: tl.constexpr = (H + BLOCK - 1) // BLOCK
-                for item in range(
-                    program - id_programs, (token_end - token_begin) * blocks, row_programs
-                ):
+                for item in range(program - id_programs, bucket * blocks, row_programs):
+                    # The interpreter's loops count in ints.
+                    token = tl.full((), 0, tl.int32) + item // blocks
                     _put_row(
-                        token_begin + item // blocks, item % blocks, num_tokens, usable, x_ptr,
+                        token, item % blocks, num_tokens, usable, x_ptr,
                         scales_ptr, topk_idx_ptr, payload_ptr, copy_table_ptr, num_copies_ptr,
                         peers_ptr, rows_offset, scales_offset, payload_offset, rank, bucket, E,
                         stride_x, H, G, GP, GROUP, K, KP, C, R, BLOCK, WIRE, VALUE_BYTES, PAYLOAD,

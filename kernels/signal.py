@@ -99,23 +99,25 @@ def release_target(
 @triton.jit
 def release(
     target, state_ptr, channel, releases, more_tokens, usable, NUM_CHANNELS: tl.constexpr,
-    RP: tl.constexpr,
+    RP: tl.constexpr, ORDERED: tl.constexpr = True,
 ):  # fmt: skip
     """Release `channel` once on every live rank, this one included; a call does so `releases`
     times in all. What the calling program stored before, and what is ordered before it, can be read
-    by whoever has waited for it. Tokens are told as what they are more than on the channel's last
-    call, by one of the releases alone. Not after a failure: where `usable` is 0 nothing is
-    released.
+    by whoever has waited for it; with ORDERED = False nothing can, and it waits for no store.
+    Tokens are told as what they are more than on the channel's last call, by one of the releases
+    alone. Not after a failure: where `usable` is 0 nothing is released.
 
     Example: R = 2, rank 1, a call of two releases after three, 5 tokens after 7: word (0, 1) of
     both ranks goes from (3 << 32) | 7 to (5 << 32) | 5.
     """
+    sem: tl.constexpr = "release" if ORDERED else "relaxed"
     tl.store(state_ptr + NUM_CHANNELS + channel, releases, mask=usable != 0)
-    tl.debug_barrier()
+    if ORDERED:
+        tl.debug_barrier()
     word = (tl.full((), 1, tl.int64) << 32) + more_tokens
     tl.atomic_add(
         target.to(tl.pointer_type(tl.int64)), tl.zeros([RP], tl.int64) + word,
-        mask=(target != 0) & (usable != 0), sem="release", scope="sys",
+        mask=(target != 0) & (usable != 0), sem=sem, scope="sys",
     )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""Signals of a slot that no other kernel gives: copies have arrived, the slot is free. One program.
+"""Signals of a slot beside other kernels: a channel has been released, the slot is free. One
+program each.
 
 Channels, counters and their settling: moe_comm.kernels.signal.
 """
@@ -9,18 +10,6 @@ import triton
 import triton.language as tl
 
 from moe_comm.kernels.signal import is_usable, release, release_target, settle, wait, wanted
-
-
-@triton.jit(do_not_specialize=["channel", "rank"])
-def _release_kernel(
-    peers_ptr, alive_ptr, state_ptr, status_ptr, flags_offset, channel, rank,
-    R: tl.constexpr, RP: tl.constexpr, NUM_CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """Release a channel."""
-    release(
-        release_target(peers_ptr, alive_ptr, flags_offset, channel, rank, R, RP), state_ptr,
-        channel, 1, 0, is_usable(status_ptr), NUM_CHANNELS, RP,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["channel", "releases", "rank", "timeout_ns"])

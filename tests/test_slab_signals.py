@@ -54,8 +54,8 @@ def _mixed(num_ranks=2):
 def _late_releases(engine, monkeypatch):
     """The engine's side stream, whose releases come when the returned list is called."""
     late = []
-    real = engine._release
-    monkeypatch.setattr(engine, "_release", lambda *args: late.append(lambda: real(*args)))
+    real = engine._copy_word
+    monkeypatch.setattr(engine, "_copy_word", lambda *args: late.append(lambda: real(*args)))
     return late
 
 

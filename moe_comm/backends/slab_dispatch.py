@@ -1,31 +1,19 @@
 """Dispatch on one rank: which launches and copies make it up, and what arrives.
 
 Low latency: one kernel puts rows, ids and weights, waits and indexes. High throughput: a kernel
-puts ids and weights while whole blocks of rows travel by copies.
+puts ids and weights, which are indexed while rows travel beside that.
 """
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor
 
-from moe_comm.backends.slab_dispatch_kernel import DispatchKernel, Inputs
+from moe_comm.backends.slab_dispatch_kernel import DispatchKernel
 from moe_comm.backends.slab_modes import Plan
 from moe_comm.backends.slab_payloads import payload_layout, payload_views
 from moe_comm.calls import DispatchCall
 from moe_comm.handle import Dispatched, DispatchHandle
-
-
-def chunk_edges(num_rows: int, chunks: int) -> list[tuple[int, int]]:
-    """Token ranges of about equal length; the first is half as long, so that transfer starts
-    early."""
-    if chunks == 1 or num_rows < 2 * chunks:
-        return [(0, num_rows)]
-    size = num_rows / (chunks - 0.5)
-    marks = [0, *(round(size * (i + 0.5)) for i in range(chunks - 1)), num_rows]
-    return list(itertools.pairwise(marks))
 
 
 class DispatchLaunches(DispatchKernel):
@@ -43,7 +31,7 @@ class DispatchLaunches(DispatchKernel):
         elif plan.mode == "low-latency":
             self._dispatch_kernel(call, plan, send=send, receive=receive)
         else:
-            self._dispatch_by_copies(call, plan, send=send, receive=receive)
+            self._dispatch_aside(call, plan, send=send, receive=receive)
         if not receive:
             return None
         self._used_here(call.prepared.stream, *call.prepared[:6])
@@ -64,57 +52,51 @@ class DispatchLaunches(DispatchKernel):
         if receive:
             self._dispatch_kernel(call, plan, send=False, receive=True)
 
-    def _dispatch_by_copies(
-        self, call: DispatchCall, plan: Plan, *, send: bool, receive: bool
-    ) -> None:
-        """High throughput: ids and weights are put by a kernel and indexed while whole blocks of
-        rows travel by copies, on a stream of their own: by the copy engine where there is one. What
-        has to be quantized first is, on that stream, piece by piece."""
+    def _dispatch_aside(self, call: DispatchCall, plan: Plan, *, send: bool, receive: bool) -> None:
+        """High throughput: ids and weights are put by a kernel and indexed while rows travel on a
+        stream of their own: by copies, which the copy engine does where there is one, or by a
+        kernel where they are quantized on the way."""
         from moe_comm.kernels.signal import ROWS
 
         if send:
-            inputs: Inputs = call.prepared
             # No rank reads the slot any more: the call that freed it has waited for all of them.
             self._fork()
-            if inputs.quantizes:
-                with torch.cuda.stream(self._side):
-                    for begin, end in chunk_edges(call.num_rows, plan.dispatch_chunks):
-                        self._dispatch_kernel(
-                            call, plan, send=True, receive=False, ids_too=False, rows_to=1,
-                            release_after=False, tokens=(begin, end),
-                        )  # fmt: skip
-                        self._copy_rows(call, begin, end, from_x=False)
+            if call.prepared.quantizes:
                 self._dispatch_kernel(call, plan, send=True, receive=False, rows_to=0)
+                with torch.cuda.stream(self._side):
+                    self._dispatch_kernel(call, plan, send=True, receive=False, ids_too=False)
             else:
-                self._copy_rows(call, 0, call.num_rows, from_x=True)
+                self._copy_rows(call)
                 self._dispatch_kernel(call, plan, send=True, receive=False, rows_to=1)
                 # Given scales and payloads are put by the kernel, and told of with the rows.
                 self._fork()
-            with torch.cuda.stream(self._side):
-                self._release(call.slot, ROWS)
+                self._copy_word(call.slot, ROWS)
         if receive:
             self._dispatch_kernel(call, plan, send=False, receive=True)
             self._wait(call.slot, ROWS)
             self._join()
 
-    def _copy_rows(self, call: DispatchCall, begin: int, end: int, *, from_x: bool) -> None:
-        """Rows [begin, end) of this rank to every other rank's slab: of x, or of what the kernel
-        has put into the own slab."""
-        if end <= begin:
-            return
-        wire, hidden, x = self.config.wire, self.config.hidden, call.prepared.x
-        pieces = [("dispatch_rows", x.dtype if from_x else wire.value_dtype or x.dtype, hidden)]
-        if wire.scale_dtype is not None and not from_x:
-            pieces.append(("dispatch_scales", wire.scale_dtype, wire.num_groups(hidden)))
+    def _copy_rows(self, call: DispatchCall) -> None:
+        """This rank's rows to every other rank's slab."""
+        x, rows = call.prepared.x, call.num_rows
+        place = ("dispatch_rows", call.slot, call.bucket, x.dtype, self.config.hidden)
         with torch.cuda.stream(self._side):
-            for name, kind, columns in pieces:
-                place = (name, call.slot, call.bucket, kind, columns)
-                source = x if from_x else self._rows_at(self.rank, *place)
-                for step in range(1, self.num_ranks):
-                    peer = (self.rank + step) % self.num_ranks
-                    if peer not in self.masked:
-                        target = self._rows_at(peer, *place)
-                        target[begin:end].copy_(source[begin:end], non_blocking=True)
+            for peer in self._others():
+                self._rows_at(peer, *place)[:rows].copy_(x, non_blocking=True)
+
+    def _copy_word(self, slot: int, phase: int) -> None:
+        """Release a channel of this rank's on every other rank, behind the copies: a kernel has
+        released it here, and its word goes on as it is. A copy after a copy begins sooner than a
+        kernel does."""
+        own = self.flags[self._channel(slot, phase)][self.rank]
+        with torch.cuda.stream(self._side):
+            for peer in self._others():
+                self._word_at(peer, self._channel(slot, phase)).copy_(own, non_blocking=True)
+
+    def _others(self) -> list[int]:
+        """The other live ranks, the right neighbour first."""
+        ranks = [(self.rank + step) % self.num_ranks for step in range(1, self.num_ranks)]
+        return [peer for peer in ranks if peer not in self.masked]
 
     def _dispatched(self, call: DispatchCall) -> Dispatched:
         bucket, rows = call.bucket, self.num_ranks * call.bucket

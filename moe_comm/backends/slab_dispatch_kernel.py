@@ -64,18 +64,16 @@ class DispatchKernel(PutLaunches):
 
     def _dispatch_kernel(
         self, call: DispatchCall, plan: Plan, *, send: bool, receive: bool, ids_too: bool = True,
-        rows_to: int = 2, release_after: bool = True, tokens: tuple[int, int] | None = None,
-        staged: Staged | None = None,
+        rows_to: int = 2, release_after: bool = True, staged: Staged | None = None,
     ) -> None:  # fmt: skip
-        """Put ids and weights (where `ids_too`) and rows (to whom `rows_to` says, 0: nobody) of a
-        range of tokens; wait for every source; index, in this launch where choices are few."""
+        """Put ids and weights (where `ids_too`) and rows (`rows_to`: 0 to nobody, 1 to this rank, 2
+        to all); wait for every source; index, in this launch where choices are few."""
         from moe_comm.kernels.dispatch import ID_TOKENS, _dispatch_kernel
         from moe_comm.kernels.ranked_index import ranking_programs
         from moe_comm.kernels.signal import ROWS
 
         inputs: Inputs = call.prepared
         number, bucket = call.slot, call.bucket
-        begin, end = tokens if tokens is not None else (0, bucket)
         form = self._dispatch_form(
             plan, bucket, inputs, rows_to=rows_to, releases=release_after, send=send,
             receive=receive, indexes=call.reuse is None,
@@ -87,8 +85,8 @@ class DispatchKernel(PutLaunches):
             queries = self.tuning.queries_of(choices)
             ids = ranking_programs(choices, self.num_ranks, form.options["P"], queries)
         else:
-            ids = max(1, min(-(-(end - begin) // ID_TOKENS), plan.dispatch_programs))
-        rows = max(1, min((end - begin) * form.blocks, plan.dispatch_programs))
+            ids = max(1, min(-(-bucket // ID_TOKENS), plan.dispatch_programs))
+        rows = max(1, min(bucket * form.blocks, plan.dispatch_programs))
         ids, rows = ids if ids_too else 0, rows if rows_to else 0
         direct = form.options["DIRECT"]
         if staged is None:
@@ -98,8 +96,8 @@ class DispatchKernel(PutLaunches):
             places = self._dispatch_places(number, bucket, staged)
         given = (
             inputs.x, inputs.scales, inputs.topk_idx, inputs.topk_weights, inputs.payload,
-            inputs.num_tokens, 0 if inputs.on_device else call.num_tokens, begin, end,
-            call.num_rows, inputs.x.stride(0), ids, rows,
+            inputs.num_tokens, 0 if inputs.on_device else call.num_tokens, call.num_rows,
+            inputs.x.stride(0), ids, rows,
             ids if direct and not form.indexes else 1, rows if direct else 1,
         )  # fmt: skip
         count = (ids + rows if send else 0) + (form.receivers if receive else 0)
@@ -124,7 +122,7 @@ class DispatchKernel(PutLaunches):
             for name in DISPATCH_PIECES
         }
         return Places(
-            _dispatch_kernel, 15,
+            _dispatch_kernel, 13,
             copy_table_ptr=self.routing_table, num_copies_ptr=self.num_copies,
             alive_ptr=self.alive, peers_ptr=self.memory.peers if staged is None else staged.table,
             rows_offset=offsets["dispatch_rows"], scales_offset=offsets["dispatch_scales"],
@@ -182,7 +180,7 @@ class DispatchKernel(PutLaunches):
                 PAYLOAD_P=next_power_of_2(width) if width else 0, ROWS_TO=rows_to,
                 ROW_ALIGN=alignment(config.hidden * inputs.value_bytes),
                 TOKENS=ID_TOKENS, T_ON_DEVICE=inputs.on_device, RELEASE_IDS=releases,
-                RELEASE_ROWS=releases and apart,
+                RELEASE_ROWS=releases,
                 # Where later launches index, yet another one waits for the rows.
                 WAIT_ROWS=apart and (ranked or not indexes),
                 DIRECT=plan.mode == "low-latency" and self._tells_directly,

@@ -17,12 +17,11 @@ MANY_CHOICES = 1024
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What a call launches. `mode` of the dispatch: "low-latency" or "high-throughput";
-    `*_programs`: the most programs, of a role in dispatch; dispatch_chunks: pieces whose transfer
-    overlaps; combine_lag: tokens that a combine sends before it begins to add."""
+    `*_programs`: the most programs, of a role in dispatch; combine_lag: tokens that a combine sends
+    before it begins to add."""
 
     mode: str
     dispatch_programs: int
-    dispatch_chunks: int
     combine_programs: int
     combine_lag: int
 
@@ -53,7 +52,6 @@ class SlabTuning:
     dispatch_block: int = 4096
     dispatch_warps: int = 8
     dispatch_programs: int = 1056
-    dispatch_chunks: int = 2
     combine_block: int = 0
     combine_warps: int = 0
     combine_registers: int = 64
@@ -99,7 +97,6 @@ class SlabTuning:
         return Plan(
             mode=mode,
             dispatch_programs=self.dispatch_programs,
-            dispatch_chunks=self.dispatch_chunks,
             combine_programs=self.combine_programs,
             combine_lag=min(self.combine_lag, bucket),
         )

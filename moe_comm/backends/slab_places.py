@@ -204,13 +204,19 @@ class SlabPlaces:
     def _rows_at(
         self, peer: int, name: str, slot: int, bucket: int, dtype: torch.dtype, columns: int
     ) -> Tensor:
-        """[B, columns]: this rank's rows in a region of a rank's memory; for copies."""
+        """[B, columns]: this rank's rows in a region of another rank's memory; for copies."""
 
         def make() -> Tensor:
             offset = self._offset(name, slot) + self.rank * bucket * columns * dtype.itemsize
-            shape = (bucket, columns)
-            if peer == self.rank:
-                return self.memory.view(name, shape, dtype, offset=offset)
-            return self.memory.peer_view(peer, name, shape, dtype, offset=offset)
+            return self.memory.peer_view(peer, name, (bucket, columns), dtype, offset=offset)
 
         return self._kept(("rows at", peer, name, slot, bucket, dtype), make)
+
+    def _word_at(self, peer: int, channel: int) -> Tensor:
+        """int64 scalar: this rank's word of a channel in another rank's memory; for copies."""
+
+        def make() -> Tensor:
+            offset = (channel * self.num_ranks + self.rank) * 8
+            return self.memory.peer_view(peer, "flags", (), torch.int64, offset=offset)
+
+        return self._kept(("word at", peer, channel), make)

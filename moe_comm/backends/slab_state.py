@@ -168,8 +168,6 @@ class SlabState(SlabStreams):
         self._empty_returned()
         # Others write there once they have seen a call of this rank, on whatever stream it is.
         self._synchronize()
-        constants = {name: self._common[name] for name in ("R", "RP", "NUM_CHANNELS")}
-        self._release_form = Form({**constants, "num_warps": 1}, blocks=1)
         self._wait_form = Form({**self._common, "POLL": self._poll(1), "num_warps": 1}, blocks=1)
 
     def seed_counters(self, count: int) -> None:
@@ -269,22 +267,6 @@ class SlabState(SlabStreams):
         )  # fmt: skip
 
     # Signals.
-
-    def _release(self, slot: int, phase: int) -> None:
-        """Release a channel, on the current stream: of what copies carry, after them on the side
-        stream."""
-        from moe_comm.kernels.slot_signals import _release_kernel
-
-        places = self._kept(
-            ("release", slot, phase),
-            lambda: Places(
-                _release_kernel, 0, peers_ptr=self.memory.peers, alive_ptr=self.alive,
-                state_ptr=self.state, status_ptr=self.status,
-                flags_offset=self.memory.regions.offsets["flags"],
-                channel=self._channel(slot, phase), rank=self.rank,
-            ),
-        )  # fmt: skip
-        launch(_release_kernel, 1, places, self._release_form, ())
 
     def _wait(self, slot: int, phase: int, *, releases: int = 1) -> None:
         from moe_comm.kernels.slot_signals import _wait_kernel
