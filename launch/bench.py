@@ -26,6 +26,9 @@ from moe_comm.traffic import RoutingTraffic
 
 PHASES = ("dispatch", "combine", "round_trip")
 PER_EXPERT = "per-expert"
+# Dispatches in a row in a captured graph, as far as their receive memory stays within the bytes.
+CALLS_IN_A_ROW = 8
+ROW_BYTES = 8 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,7 @@ class Plan:
         layout: of combine.
         iters, warmup: None takes the device's default.
         graph: captured (True), eager (False), captured where a mode can be (None).
+        calls: in a row, where captured; None: CALLS_IN_A_ROW, or fewer.
         flush_l2, check, limit: see the options.
         flip_rank: rank whose first received row gets a flipped bit, for tests.
     """
@@ -53,6 +57,7 @@ class Plan:
     iters: int | None = None
     warmup: int | None = None
     graph: bool | None = None
+    calls: int | None = None
     flush_l2: bool = False
     check: bool = True
     limit: bool = True
@@ -110,6 +115,8 @@ class Bench:
         if note:
             self.progress(f"note: {note}")
         config = self.plan.config.replace(max_tokens_per_rank=num_tokens, chunk_tokens=None)
+        self.limits.calls = calls = self.calls_of(config)
+        config = config.replace(num_slots=max(config.num_slots, calls))
         data = RankData.create_all(
             config,
             num_tokens=[num_tokens] * ranks,
@@ -129,6 +136,14 @@ class Bench:
             routing=routing.text,
             layout=self.plan.layout,
         )
+
+    def calls_of(self, config: EPConfig) -> int:
+        """Dispatches in a row in a captured graph: each takes a slot."""
+        if self.ranks.device.type != "cuda" or self.plan.graph is False or self.plan.flush_l2:
+            return 1
+        slot = config.buffer_bytes(self.ranks.num_ranks)["total"] // config.num_slots
+        most = max(1, ROW_BYTES // max(slot, 1))
+        return min(self.plan.calls or CALLS_IN_A_ROW, most)
 
     def subjects(self, name: str, case: Case) -> Iterator[Measured]:
         """The subject of one name."""
@@ -151,9 +166,13 @@ class Bench:
         per_rank = self.ranks.gather(sent)
         graph = subject.can_capture and self.plan.graph is not False
         statistics: dict[str, Statistics] = {}
+        alone: dict[str, Statistics] = {}
+        calls = self.limits.calls if graph else 1
         if not wrong or not any(wrong.values()):
-            statistics = self.time(subject, graph=graph)
-        params = {"bytes": known, "timing": self.timing_words(graph)}
+            statistics = self.time(subject, graph=graph, calls=calls)
+            alone = self.time(subject, graph=graph, calls=1) if calls > 1 else statistics
+        words = self.timing_words(graph=graph, calls=calls)
+        params = {"bytes": known, "timing": words, "calls_in_a_row": calls}
         for phase in self.plan.phases:
             row = self.row(subject, case, phase, graph=graph, params=dict(params))
             row.remote_bytes = max(rank[phase] for rank in per_rank)
@@ -161,6 +180,8 @@ class Bench:
                 row.wrong = wrong[phase]
             if phase in statistics:
                 self.fill(row, statistics[phase])
+                if calls > 1:
+                    row.params["alone_us"] = round(alone[phase].slowest_rank_p50_us, 2)
                 if self.plan.limit and row.remote_bytes:
                     self.set_limit(row, case, per_rank, graph=graph)
             outcome.rows.append(row)
@@ -175,28 +196,28 @@ class Bench:
                 outcome.mismatches += first
         return totals
 
-    def time(self, subject: Measured, *, graph: bool) -> dict[str, Statistics]:
+    def time(self, subject: Measured, *, graph: bool, calls: int) -> dict[str, Statistics]:
         """Statistics over all ranks, by phase."""
+        ranks, iters, warmup, flush = self.ranks, self.iters, self.warmup, self.plan.flush_l2
         samples: Samples
-        if self.ranks.device.type != "cuda":
-            samples = time_host(subject, self.ranks, iters=self.iters, warmup=self.warmup)
-        else:
-            timer = time_graph if graph else time_eager
-            samples = timer(
-                subject,
-                self.ranks,
-                iters=self.iters,
-                warmup=self.warmup,
-                flush_l2=self.plan.flush_l2,
+        if ranks.device.type != "cuda":
+            samples = time_host(subject, ranks, iters=iters, warmup=warmup)
+        elif graph:
+            samples = time_graph(
+                subject, ranks, iters=iters, warmup=warmup, flush_l2=flush, calls=calls
             )
-        gathered = self.ranks.gather(samples)
+        else:
+            samples = time_eager(subject, ranks, iters=iters, warmup=warmup, flush_l2=flush)
+        gathered = ranks.gather(samples)
         return {phase: Statistics.of([mine[phase] for mine in gathered]) for phase in PHASES}
 
-    def timing_words(self, graph: bool) -> str:
+    def timing_words(self, *, graph: bool, calls: int) -> str:
         """How the figures were taken, for the result file."""
         if self.ranks.device.type != "cuda":
             return "wall clock around the call, after a barrier"
         cache = ", L2 flushed before each pair" if self.plan.flush_l2 else ""
+        if graph and calls > 1:
+            return f"events inside a captured graph around {calls} calls in a row, divided by them"
         if graph:
             return f"events inside a captured graph of back-to-back pairs{cache}"
         return f"events around eager calls, after a barrier{cache}"

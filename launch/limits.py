@@ -26,18 +26,21 @@ class Limits:
     Attributes:
         ranks: of the run.
         iters, warmup: of each measurement.
+        calls: in a row, where captured.
     """
 
     ranks: Ranks
     iters: int
     warmup: int
+    calls: int = 1
     _raw: dict[tuple[object, ...], Statistics] = field(default_factory=dict)
     _copy: dict[tuple[object, ...], float | None] = field(default_factory=dict)
     _memory_rate: float | None = None
     _empty: dict[bool, float] = field(default_factory=dict)
 
     def empty_us(self, *, graph: bool) -> float:
-        """What the clock says of a phase with nothing in it: part of every other phase's time."""
+        """What the clock says between two marks with nothing between them: part of the time of a
+        call that is timed alone."""
         if graph not in self._empty:
             mine = time_calls(
                 lambda: None, self.ranks, iters=self.iters, warmup=self.warmup, graph=graph
@@ -61,8 +64,9 @@ class Limits:
 
             with self.ranks.transport_errors("raw all_to_all_single"):
                 mine = time_calls(
-                    call, self.ranks, iters=self.iters, warmup=self.warmup, graph=graph
-                )
+                    call, self.ranks, iters=self.iters, warmup=self.warmup, graph=graph,
+                    calls=self.calls,
+                )  # fmt: skip
             self._raw[key] = Statistics.of(self.ranks.gather(mine))
         return self._raw[key]
 
@@ -84,8 +88,9 @@ class Limits:
                         copy(target, source)
 
                 mine = time_calls(
-                    call, self.ranks, iters=self.iters, warmup=self.warmup, graph=True
-                )
+                    call, self.ranks, iters=self.iters, warmup=self.warmup, graph=True,
+                    calls=self.calls,
+                )  # fmt: skip
                 self._copy[key] = max(
                     percentile(samples, 50) for samples in self.ranks.gather(mine)
                 )

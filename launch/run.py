@@ -78,6 +78,13 @@ from moe_comm.wire import WIRES
     default=None,
     help="capture what is timed  [default: where the backend's mode can be captured]",
 )
+@click.option(
+    "--calls-in-a-row",
+    "calls",
+    type=click.IntRange(1, 64),
+    help="dispatches, then combines, between two marks of a captured graph  [default: 8, fewer "
+    "where their memory is large]",
+)
 @click.option("--flush-l2/--no-flush-l2", default=False, help="evict L2 before each timed pair")
 @click.option("--check/--no-check", default=True, help="compare with the reference first")
 @click.option("--limit/--no-limit", default=True, help="time the same bytes by plainer means")
@@ -132,6 +139,7 @@ def _plan(given: dict[str, Any]) -> Plan:
         iters=given["iters"],
         warmup=given["warmup"],
         graph=given["graph"],
+        calls=given["calls"],
         flush_l2=given["flush_l2"],
         check=given["check"],
         limit=given["limit"],

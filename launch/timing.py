@@ -2,8 +2,10 @@
 
 On a CPU, and on accelerators other than CUDA: a barrier, then the wall clock around the call, the
 device's own work included. On CUDA: events on the stream, either around eager calls that all ranks
-of a host begin at one agreed time, or inside a captured graph of several back-to-back pairs, so
-that neither the host nor the launch is in the figure.
+of a host begin at one agreed time, or inside a captured graph, so that neither the host nor the launch is
+is in the figure. A mark inside a graph keeps the device idle for microseconds, which no graph of a
+model has between its kernels; so calls run in rows, several dispatches and then their combines,
+and each counts as its share of its row.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from torch import Tensor
 
 from moe_comm.launch.worker import Ranks
 
-# Pairs of dispatch and combine in one captured graph; one more runs ahead of them, untimed.
-GRAPH_PAIRS = 10
+# Rows of dispatches and their combines in one captured graph; one more runs ahead of them, untimed.
+GRAPH_ROWS = 10
 # Larger than any L2 so far (H200: 50 MB).
 _FLUSH_BYTES = 256 << 20
 # Longer than an exchange between processes takes.
@@ -111,7 +113,7 @@ def time_eager(
         torch.cuda.synchronize(ranks.device)
         begin_together(ranks)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-        _record_pair(subject, events)
+        _record_row(subject, events, 1)
         if index >= warmup:
             marks.append(events)
     torch.cuda.synchronize(ranks.device)
@@ -129,11 +131,12 @@ def begin_together(ranks: Ranks) -> None:
 
 
 def time_graph(
-    subject: Subject, ranks: Ranks, *, iters: int, warmup: int, flush_l2: bool
+    subject: Subject, ranks: Ranks, *, iters: int, warmup: int, flush_l2: bool, calls: int = 1
 ) -> Samples:
-    """CUDA events inside a captured graph of GRAPH_PAIRS back-to-back pairs. Collective.
+    """CUDA events inside a captured graph of GRAPH_ROWS times `calls` dispatches in a row and their
+    combines in a row; a sample is a row's time divided by `calls`. Collective.
 
-    The first pair of each replay absorbs the ranks' skew and is not counted.
+    The first row of each replay absorbs the ranks' skew and is not counted.
     """
     device = ranks.device
     flush = _flusher(device, enabled=flush_l2)
@@ -145,16 +148,16 @@ def time_graph(
     torch.cuda.synchronize(device)
     marks = [
         [torch.cuda.Event(enable_timing=True, external=True) for _ in range(3)]
-        for _ in range(GRAPH_PAIRS + 1)
+        for _ in range(GRAPH_ROWS + 1)
     ]
     graph = torch.cuda.CUDAGraph()
     # thread_local: NCCL's watchdog queries events from a thread of its own meanwhile.
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for events in marks:
             flush()
-            _record_pair(subject, events)
+            _record_row(subject, events, calls)
     samples: Samples = {"dispatch": [], "combine": [], "round_trip": []}
-    replays = math.ceil(iters / GRAPH_PAIRS)
+    replays = math.ceil(iters / GRAPH_ROWS)
     for index in range(1 + replays):
         torch.cuda.synchronize(device)
         ranks.gather(None, what="graph replay")
@@ -163,14 +166,21 @@ def time_graph(
         torch.cuda.synchronize(device)
         if index > 0:
             for phase, values in _read_marks(marks[1:]).items():
-                samples[phase] += values
+                samples[phase] += [value / calls for value in values]
     return samples
 
 
 def time_calls(
-    call: Callable[[], object], ranks: Ranks, *, iters: int, warmup: int, graph: bool
+    call: Callable[[], object],
+    ranks: Ranks,
+    *,
+    iters: int,
+    warmup: int,
+    graph: bool,
+    calls: int = 1,
 ) -> list[float]:
-    """One call alone, the way its device is timed: for the limits. Collective."""
+    """One call, the way its device is timed, in rows of `calls` where captured: for the limits.
+    Collective."""
     subject = _Alone(call)
     if ranks.device.type != "cuda":
         samples = []
@@ -183,8 +193,11 @@ def time_calls(
             if index >= warmup:
                 samples.append((time.perf_counter() - start) * 1e6)
         return samples
-    timer = time_graph if graph else time_eager
-    return timer(subject, ranks, iters=iters, warmup=warmup, flush_l2=False)["dispatch"]
+    if graph:
+        found = time_graph(subject, ranks, iters=iters, warmup=warmup, flush_l2=False, calls=calls)
+    else:
+        found = time_eager(subject, ranks, iters=iters, warmup=warmup, flush_l2=False)
+    return found["dispatch"]
 
 
 class _Alone:
@@ -202,11 +215,12 @@ class _Alone:
         return self._nothing
 
 
-def _record_pair(subject: Subject, events: Sequence[torch.cuda.Event]) -> None:
+def _record_row(subject: Subject, events: Sequence[torch.cuda.Event], calls: int) -> None:
     events[0].record()
-    arrived = subject.dispatch()
+    arrived = [subject.dispatch() for _ in range(calls)]
     events[1].record()
-    subject.combine(arrived)
+    for one in arrived:
+        subject.combine(one)
     events[2].record()
 
 

@@ -77,9 +77,10 @@ def launch(
     nvshmem: bool = False, **shape: Any,
 ) -> None:  # fmt: skip
     """A dispatch and a combine of one rank, halves together and apart, and a release."""
+    from slab_world import tuning_of
+
     from moe_comm import EPConfig
     from moe_comm.backends.slab_engine import SlabEngine, region_sizes
-    from moe_comm.backends.slab_modes import SlabTuning
     from moe_comm.calls import check_combine, check_dispatch
     from moe_comm.symmetric import VirtualSymmetricMemory
 
@@ -101,7 +102,7 @@ def launch(
         memory=memory,
         copy_table=placement.copy_table,
         num_copies=placement.num_copies,
-        tuning=SlabTuning(mode=mode),
+        tuning=tuning_of(mode),
     )
     # Compiled as for a GPU.
     engine._interpret = False
@@ -131,6 +132,7 @@ def launch(
         (2, 128, 128, "low-latency", {}),
         (2, 1, 1, "low-latency", {"dispatch_wire": "fp8", "combine_wire": "mxfp8"}),
         (2, 600, 600, "high-throughput", {"hidden": 2880}),
+        (2, 600, 600, "stores", {"dispatch_wire": "fp8"}),
         (9, 3, 5, "low-latency", {"num_experts": 10, "num_topk": 3, "hidden": 64}),
     ],
 )

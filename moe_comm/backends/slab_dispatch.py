@@ -54,14 +54,14 @@ class DispatchLaunches(DispatchKernel):
 
     def _dispatch_aside(self, call: DispatchCall, plan: Plan, *, send: bool, receive: bool) -> None:
         """High throughput: ids and weights are put by a kernel and indexed while rows travel on a
-        stream of their own: by copies, which the copy engine does where there is one, or by a
-        kernel where they are quantized on the way."""
+        stream of their own: large ones by copies, which the copy engine does where there is one;
+        by a kernel where they are few or quantized on the way."""
         from moe_comm.kernels.signal import ROWS
 
         if send:
             # No rank reads the slot any more: the call that freed it has waited for all of them.
             self._fork()
-            if call.prepared.quantizes:
+            if call.prepared.quantizes or not plan.copies:
                 self._dispatch_kernel(call, plan, send=True, receive=False, rows_to=0)
                 with torch.cuda.stream(self._side):
                     self._dispatch_kernel(call, plan, send=True, receive=False, ids_too=False)

@@ -16,11 +16,13 @@ MANY_CHOICES = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a call launches. `mode` of the dispatch: "low-latency" or "high-throughput";
+    """What a call launches. `mode` of the dispatch: "low-latency" or "high-throughput"; copies:
+    whether rows of the latter travel by copies, where they are not quantized on the way;
     `*_programs`: the most programs, of a role in dispatch; combine_lag: tokens that a combine sends
     before it begins to add."""
 
     mode: str
+    copies: bool
     dispatch_programs: int
     combine_programs: int
     combine_lag: int
@@ -91,11 +93,12 @@ class SlabTuning:
     def plan(self, config: EPConfig, bucket: int) -> Plan:
         """The plan of a call with this bucket; the same on every rank."""
         mode = self.mode
+        copies = bucket * config.wire.row_bytes(config.hidden) >= self.copy_from_bytes
         if mode == "auto":
-            to_peer = bucket * config.wire.row_bytes(config.hidden)
-            mode = "high-throughput" if to_peer >= self.copy_from_bytes else "low-latency"
+            mode = "high-throughput" if copies else "low-latency"
         return Plan(
             mode=mode,
+            copies=copies,
             dispatch_programs=self.dispatch_programs,
             combine_programs=self.combine_programs,
             combine_lag=min(self.combine_lag, bucket),
