@@ -13,8 +13,8 @@ always get to run:
    moe_comm.kernels.ranked_index).
 2. `row_programs` put rows, scales and payloads, and release ROWS. So the index, which needs ids
    alone, is computed while rows are still on their way.
-3. Waiting programs index where choices were ranked; else one waits for all sources' ids, and later
-   launches index. One of them waits for the rows at the end.
+3. Waiting programs index where choices were ranked; else later launches do. The last one waits for
+   all sources' releases: of ids, then of rows.
 
 Each program releases what it put (DIRECT), or the last of its kind to arrive releases it all. What
 only combine needs the first kind writes after its release, since nobody waits for it.
@@ -358,16 +358,9 @@ def _dispatch_kernel(
         if not SEND:
             senders = 0
         if program >= senders:
-            receiver = program - senders
             want = wanted(state_ptr, channel, releases)
-            if RANKED:
-                index_ranked(
-                    receiver, want, choices_ptr, starts_ptr, alive_ptr, ids_ptr, weights_ptr,
-                    offsets_ptr, row_index_ptr, position_ptr, order_ptr, order_weights_ptr,
-                    order_count_ptr, flags_ptr, status_ptr, channel, rank, timeout_ns, bucket,
-                    capacity, L, K, KP, P, R, TILE, NUM_CHANNELS, CHANNELS_P, POLL, INTERPRET,
-                )  # fmt: skip
-            if receiver == 0:
+            # The last one waits for releases, the others index.
+            if program == tl.num_programs(0) - 1:
                 arrived = wait(
                     flags_ptr, alive_ptr, state_ptr, status_ptr, channel, want, rank, timeout_ns,
                     NUM_CHANNELS, CHANNELS_P, R, RP, POLL, INTERPRET,
@@ -376,13 +369,20 @@ def _dispatch_kernel(
                 if RANKED == 0:
                     # Later launches index; what did not arrive they must not read.
                     tl.store(readable_ptr, R * bucket * K * arrived)
-            if WAIT_ROWS:
-                if receiver == 0:
+                if WAIT_ROWS:
                     wait(
                         flags_ptr, alive_ptr, state_ptr, status_ptr, rows_channel,
                         wanted(state_ptr, rows_channel, row_releases), rank, timeout_ns,
                         NUM_CHANNELS, CHANNELS_P, R, RP, POLL, INTERPRET,
                     )  # fmt: skip
+            elif RANKED:
+                index_ranked(
+                    program - senders, want, choices_ptr, starts_ptr, alive_ptr, ids_ptr,
+                    weights_ptr, offsets_ptr, row_index_ptr, position_ptr, order_ptr,
+                    order_weights_ptr, order_count_ptr, flags_ptr, status_ptr, channel, rank,
+                    timeout_ns, bucket, capacity, L, K, KP, P, R, TILE, NUM_CHANNELS, CHANNELS_P,
+                    POLL, INTERPRET,
+                )  # fmt: skip
 
 
 @triton.jit

@@ -69,16 +69,20 @@ def put_ranked(
     query = query.to(counts)
     smaller = tl.zeros([QUERY, BLOCK], counts)
     for first in range(0, num_choices, UNROLL * BLOCK):
-        # Unrolled, so that all blocks of keys are on their way together.
+        # All blocks of keys are asked for before the first is compared: threads exchange keys for
+        # that, and no load would pass the barrier.
+        keys = ()
         for step in tl.static_range(UNROLL):
             j = first + step * BLOCK + tl.arange(0, BLOCK)
             other = (j < num_choices) & (j // K < num_tokens)
             others_rank, others_slot, _theirs = route(
                 j, j // K, other, topk_idx_ptr, rank, E, copy_table_ptr, num_copies_ptr, C
             )
-            keys = (others_rank * P + others_slot) * num_choices + j
-            keys = tl.where(others_rank >= 0, keys, 0x7FFFFFFF).to(counts)
-            smaller = count_smaller(smaller, query[:, None], keys[None, :], EXACT)
+            key = (others_rank * P + others_slot) * num_choices + j
+            key = tl.where(others_rank >= 0, key, 0x7FFFFFFF).to(counts)
+            keys = keys + (key,)  # noqa: RUF005 - what Triton compiles
+        for step in tl.static_range(UNROLL):
+            smaller = count_smaller(smaller, query[:, None], keys[step][None, :], EXACT)
     ranks = tl.sum(smaller, 1).to(tl.int32)
     if R <= 8:
         for step in tl.static_range(R):

@@ -2,10 +2,10 @@
 
 On a CPU, and on accelerators other than CUDA: a barrier, then the wall clock around the call, the
 device's own work included. On CUDA: events on the stream, either around eager calls that all ranks
-of a host begin at one agreed time, or inside a captured graph, so that neither the host nor the launch is
-is in the figure. A mark inside a graph keeps the device idle for microseconds, which no graph of a
-model has between its kernels; so calls run in rows, several dispatches and then their combines,
-and each counts as its share of its row.
+of a host begin at one agreed time, or inside a captured graph, so that neither the host nor the
+launch is in the figure. A mark inside a graph keeps the device idle for microseconds, which no
+graph of a model has between its kernels; so calls run in rows, several dispatches and then their
+combines, and each counts as its share of its row.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class DispatchKernel(PutLaunches):
             tile = max(ranking.TILE, 32 * warps)
             receivers = 1
             if ranked:
-                receivers = ranking.adding_programs(
+                receivers += ranking.adding_programs(
                     self.num_ranks * bucket, next_power_of_2(config.num_topk),
                     self.num_local_experts, tile,
                 )  # fmt: skip
