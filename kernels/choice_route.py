@@ -19,9 +19,9 @@ def locate(ids, valid, token, rank, copy_table_ptr, num_copies_ptr, C: tl.conste
     else:
         copies = tl.load(num_copies_ptr + safe)
         entry = safe * C + (rank + token) % copies
-    to_rank = tl.load(copy_table_ptr + entry * 2, mask=valid, other=-1)
-    slot = tl.load(copy_table_ptr + entry * 2 + 1, mask=valid, other=-1)
-    return to_rank, slot
+    # Rank and slot in one load: where ids lie anywhere, looking them up takes longest.
+    pair = tl.load(copy_table_ptr.to(tl.pointer_type(tl.int64)) + entry, mask=valid, other=-1)
+    return pair.to(tl.int32), (pair >> 32).to(tl.int32)
 
 
 @triton.jit

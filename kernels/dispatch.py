@@ -44,8 +44,7 @@ from moe_comm.kernels.signal import (
 ID_TOKENS = 16
 
 # Constants of the kernels: WIRE is 0 to copy elements, 1 to quantize bf16 to fp8 on the way, 2 to
-# mxfp8; ROWS_TO is 2 where rows are put to all ranks, 1 where to this rank alone, since copies
-# bring them to the others, 0 where no program puts rows.
+# mxfp8; ROWS_COPIED says that copies bring rows to other ranks, so that none are put there.
 
 
 @triton.jit
@@ -151,7 +150,7 @@ def _put_row(
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
     KP: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr,
     VALUE_BYTES: tl.constexpr, PAYLOAD: tl.constexpr, PAYLOAD_P: tl.constexpr,
-    ROWS_TO: tl.constexpr, ROW_ALIGN: tl.constexpr,
+    ROWS_COPIED: tl.constexpr, ROW_ALIGN: tl.constexpr,
 ):  # fmt: skip
     """One column block of one token to every rank it reaches; block 0 also puts given scales and
     payload."""
@@ -175,7 +174,7 @@ def _put_row(
             _put_row_to_peer(
                 step, token, block, usable, values, scale, to_rank, in_row, column, scales_ptr,
                 payload_ptr, peers_ptr, rows_offset, scales_offset, payload_offset, rank, bucket,
-                H, G, GP, GROUP, R, BLOCK, WIRE, VALUE_BYTES, PAYLOAD, PAYLOAD_P, ROWS_TO,
+                H, G, GP, GROUP, R, BLOCK, WIRE, VALUE_BYTES, PAYLOAD, PAYLOAD_P, ROWS_COPIED,
                 ROW_ALIGN,
             )  # fmt: skip
     else:
@@ -183,7 +182,7 @@ def _put_row(
             _put_row_to_peer(
                 step, token, block, usable, values, scale, to_rank, in_row, column, scales_ptr,
                 payload_ptr, peers_ptr, rows_offset, scales_offset, payload_offset, rank, bucket,
-                H, G, GP, GROUP, R, BLOCK, WIRE, VALUE_BYTES, PAYLOAD, PAYLOAD_P, ROWS_TO,
+                H, G, GP, GROUP, R, BLOCK, WIRE, VALUE_BYTES, PAYLOAD, PAYLOAD_P, ROWS_COPIED,
                 ROW_ALIGN,
             )  # fmt: skip
 
@@ -194,7 +193,7 @@ def _put_row_to_peer(
     peers_ptr, rows_offset, scales_offset, payload_offset, rank, bucket,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr,
     BLOCK: tl.constexpr, WIRE: tl.constexpr, VALUE_BYTES: tl.constexpr, PAYLOAD: tl.constexpr,
-    PAYLOAD_P: tl.constexpr, ROWS_TO: tl.constexpr, ROW_ALIGN: tl.constexpr,
+    PAYLOAD_P: tl.constexpr, ROWS_COPIED: tl.constexpr, ROW_ALIGN: tl.constexpr,
 ):  # fmt: skip
     """What _put_row puts to the step-th peer. Stores are masked, not branched around: their
     addresses load together."""
@@ -203,7 +202,7 @@ def _put_row_to_peer(
     reached = tl.max(tl.max((to_rank == peer).to(tl.int32), 1), 0) > 0
     row = rank.to(tl.int64) * bucket + token
     send_row = reached & (usable != 0)
-    if ROWS_TO == 1:
+    if ROWS_COPIED:
         send_row = send_row & (peer == rank)
     rows_ptr = (base + rows_offset + row * (H * VALUE_BYTES)).to(tl.pointer_type(values.dtype))
     # Rows are aligned, which an address that was loaded does not show: without the hint they would
@@ -259,7 +258,7 @@ def _dispatch_kernel(
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
     KP: tl.constexpr, C: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, BLOCK: tl.constexpr,
     TOKENS: tl.constexpr, WIRE: tl.constexpr, VALUE_BYTES: tl.constexpr, PAYLOAD: tl.constexpr,
-    PAYLOAD_P: tl.constexpr, ROWS_TO: tl.constexpr, ROW_ALIGN: tl.constexpr,
+    PAYLOAD_P: tl.constexpr, ROWS_COPIED: tl.constexpr, ROW_ALIGN: tl.constexpr,
     NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr, T_ON_DEVICE: tl.constexpr,
     RELEASE_IDS: tl.constexpr, RELEASE_ROWS: tl.constexpr, WAIT_ROWS: tl.constexpr,
     DIRECT: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
@@ -327,7 +326,7 @@ def _dispatch_kernel(
                 target = release_target(
                     peers_ptr, alive_ptr, flags_offset, rows_channel, rank, R, RP
                 )
-                if ROWS_TO == 1:
+                if ROWS_COPIED:
                     # Copies bring the others rows, and then the word that is written here.
                     target = tl.where(tl.arange(0, RP) == rank, target, 0)
                 blocks: tl.constexpr = (H + BLOCK - 1) // BLOCK
@@ -339,7 +338,7 @@ def _dispatch_kernel(
                         scales_ptr, topk_idx_ptr, payload_ptr, copy_table_ptr, num_copies_ptr,
                         peers_ptr, rows_offset, scales_offset, payload_offset, rank, bucket, E,
                         stride_x, H, G, GP, GROUP, K, KP, C, R, BLOCK, WIRE, VALUE_BYTES, PAYLOAD,
-                        PAYLOAD_P, ROWS_TO, ROW_ALIGN,
+                        PAYLOAD_P, ROWS_COPIED, ROW_ALIGN,
                     )  # fmt: skip
                 if RELEASE_ROWS:
                     if DIRECT:

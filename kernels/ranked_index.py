@@ -80,7 +80,7 @@ def put_ranked(
             )
             key = (others_rank * P + others_slot) * num_choices + j
             key = tl.where(others_rank >= 0, key, 0x7FFFFFFF).to(counts)
-            keys = keys + (key,)  # noqa: RUF005 - what Triton compiles
+            keys = keys + (key,)  # type: ignore[assignment] # noqa: RUF005
         for step in tl.static_range(UNROLL):
             smaller = count_smaller(smaller, query[:, None], keys[step][None, :], EXACT)
     ranks = tl.sum(smaller, 1).to(tl.int32)
@@ -124,73 +124,45 @@ def _put_to_peer(
 
 
 @triton.jit
-def _add_source(
-    s, call, slots, follows, own, here, starts_ptr, alive_ptr, L, P: tl.constexpr, R: tl.constexpr
-):
-    """What source s has to say of rows before: (rows before those at `slots` [...], its own rows
-    from there on left out where `own`; all its rows; s where it has not said all yet, else R). Its
-    rows for a slot itself come before where `follows` is 1. All of the shape of `slots`."""
-    live = tl.load(alive_ptr + s)
-    words_ptr = starts_ptr + s * P + tl.zeros_like(slots)
-    first = tl.load(words_ptr, volatile=True)
-    end = tl.load(words_ptr + L, volatile=True)
-    until = tl.load(words_ptr + slots + follows, mask=here, other=0, volatile=True)
-    said = (high_half(first) == call) & (high_half(end) == call)
-    said = said & ((high_half(until) == call) | (here == 0))
-    before = tl.where(here & (own == 0), low_half(until), 0) - low_half(first)
-    late = tl.where(said | (live == 0), R, s)
-    return before * live, (low_half(end) - low_half(first)) * live, late
-
-
-@triton.jit
-def _read_choices(
-    call, i, source, awaited, choices_ptr, starts_ptr, alive_ptr, L, P: tl.constexpr,
-    R: tl.constexpr,
-):  # fmt: skip
-    """Of choices i of sources `source`, where `awaited`: (local slot, -1 where not here; weight;
-    expert row; rows of all experts; the first source that is late, R where none is). As far as
-    said: final where nobody is late."""
+def _read_choices(call, i, source, awaited, choices_ptr, R: tl.constexpr):
+    """Of choices i of sources `source`, where `awaited`: (local slot, -1 where not here; keys of
+    its source before it; weight; the first source that is late, R where none is). As far as said:
+    final where nobody is late."""
     told = tl.load(choices_ptr + 2 * i, mask=awaited, other=0, volatile=True)
     more = tl.load(choices_ptr + 2 * i + 1, mask=awaited, other=0, volatile=True)
     low = low_half(told)
     said = high_half(told) == call
     here = awaited & said & (low >= 0)
     late = tl.where(awaited & ((said == 0) | (here & (high_half(more) != call))), source, R)
-    slot = tl.where(here, low // SPAN, 0)
-    rank = tl.where(here, low % SPAN, 0)
-    total = tl.zeros_like(slot)
-    for s in range(R):
-        before, rows, silent = _add_source(
-            s, call, slot, (s < source).to(tl.int32), s == source, here, starts_ptr, alive_ptr, L,
-            P, R,
-        )  # fmt: skip
-        rank += before
-        total += rows
-        late = tl.minimum(late, silent)
     weight = low_half(more).to(tl.float32, bitcast=True)
-    return (
-        tl.where(here, slot, -1), weight, rank, tl.max(tl.max(total, 1), 0),
-        tl.min(tl.min(late, 1), 0),
-    )  # fmt: skip
+    return tl.where(here, low // SPAN, -1), low % SPAN, weight, tl.min(late, 0)
 
 
 @triton.jit
-def _read_offsets(call, expert, starts_ptr, alive_ptr, L, P: tl.constexpr, R: tl.constexpr):
-    """Of local experts [TILE], L included: (rows before theirs; rows of all; the first source that
-    is late, R where none is)."""
-    inside = expert <= L
-    offset = tl.zeros_like(expert)
-    total = tl.zeros_like(expert)
-    late = tl.zeros_like(expert) + R
-    for s in range(R):
-        before, rows, silent = _add_source(
-            s, call, expert, tl.zeros_like(expert), expert < 0, inside, starts_ptr, alive_ptr, L, P,
-            R,
-        )  # fmt: skip
-        offset += before
-        total += rows
-        late = tl.minimum(late, silent)
-    return offset, tl.max(total, 0), tl.min(late, 0)
+def _read_starts(
+    call, slots, sources, inside, starts_ptr, alive_ptr, L, P: tl.constexpr, R: tl.constexpr
+):
+    """Of local experts `slots` [...], where `inside`: rows before those that source `sources` [...]
+    has for them, less keys of that source that are smaller; rows of all; the first source that is
+    late, R where none is."""
+    before = tl.zeros_like(slots)
+    total = tl.zeros_like(slots)
+    late = tl.zeros_like(slots) + R
+    for s in tl.range(0, R, loop_unroll_factor=R if R <= 8 else 1):
+        live = tl.load(alive_ptr + s)
+        words_ptr = starts_ptr + s * P + total * 0
+        first = tl.load(words_ptr, volatile=True)
+        end = tl.load(words_ptr + L, volatile=True)
+        # Of the sources before, rows for the slot itself come before too.
+        until_ptr = words_ptr + tl.where(inside, slots, 0) + (s < sources).to(tl.int32)
+        until = tl.load(until_ptr, mask=inside, other=0, volatile=True)
+        said = (high_half(first) == call) & (high_half(end) == call)
+        said = said & ((high_half(until) == call) | (inside == 0))
+        own = tl.where(inside & (s != sources), low_half(until), 0)
+        before += (own - low_half(first)) * live
+        total += (low_half(end) - low_half(first)) * live
+        late = tl.minimum(late, tl.where(said | (live == 0), R, s))
+    return before, total, tl.min(late, 0)
 
 
 @triton.jit
@@ -212,20 +184,30 @@ def index_ranked(
     spins = 0
     began = tl.full((), 0, tl.int64)
     if program < row_programs:
-        row = program * ROWS + tl.arange(0, ROWS)
-        column = tl.arange(0, KP)
-        inside = (row < num_rows)[:, None] & (column < K)[None, :]
-        i = row[:, None] * K + column[None, :]
-        source = tl.zeros_like(i) + (row // bucket)[:, None]
+        cell = tl.arange(0, ROWS * KP)
+        row = program * ROWS + cell // KP
+        column = cell % KP
+        inside = (row < num_rows) & (column < K)
+        i = row * K + column
+        source = row // bucket
         awaited = inside & (tl.load(alive_ptr + source, mask=inside, other=0) != 0)
-        slot, weight, place, total, late = _read_choices(
-            call, i, source, awaited, choices_ptr, starts_ptr, alive_ptr, L, P, R
-        )
+        slot, place, weight, late = _read_choices(call, i, source, awaited, choices_ptr, R)
         if late < R:
             lost += is_fatal(status_ptr, POLL)
         while (late < R) & (lost == 0):
-            slot, weight, place, total, late = _read_choices(
-                call, i, source, awaited, choices_ptr, starts_ptr, alive_ptr, L, P, R
+            slot, place, weight, late = _read_choices(call, i, source, awaited, choices_ptr, R)
+            spins += 1
+            if late < R:
+                lost, began = lose_patience(
+                    spins, began, flags_ptr, status_ptr, channel, call, late, rank, timeout_ns,
+                    NUM_CHANNELS, CHANNELS_P, R, POLL, INTERPRET,
+                )  # fmt: skip
+        _before, _rows, late = _read_starts(
+            call, slot, source, slot >= 0, starts_ptr, alive_ptr, L, P, R
+        )
+        while (late < R) & (lost == 0):
+            _before, _rows, late = _read_starts(
+                call, slot, source, slot >= 0, starts_ptr, alive_ptr, L, P, R
             )
             spins += 1
             if late < R:
@@ -233,35 +215,49 @@ def index_ranked(
                     spins, began, flags_ptr, status_ptr, channel, call, late, rank, timeout_ns,
                     NUM_CHANNELS, CHANNELS_P, R, POLL, INTERPRET,
                 )  # fmt: skip
+        # Once more: Triton 3.6 does not compile a second loop that brings tables along.
+        before, rows, _late = _read_starts(
+            call, slot, source, slot >= 0, starts_ptr, alive_ptr, L, P, R
+        )
+        place += before
+        total = tl.max(rows, 0)
         slot = tl.where(lost == 0, slot, -1)
         total = tl.where(lost == 0, total, 0)
         here = slot >= 0
         kept = here & (place < capacity)
         position = tl.where(kept, place, -1)
-        tl.store(row_index_ptr + place, tl.zeros_like(i) + row[:, None], mask=kept)
+        tl.store(row_index_ptr + place, row, mask=kept)
         tl.store(row_index_ptr + i, -1, mask=inside & (i >= total) & (i < capacity))
         tl.store(position_ptr + i, position, mask=inside)
         tl.store(ids_ptr + i, slot, mask=inside)
         tl.store(weights_ptr + i, weight, mask=here)
         # The order in which combine adds.
-        present = here.to(tl.int32)
-        at = row[:, None] * K + tl.cumsum(present, 1) - 1
-        tl.store(order_ptr + at, position, mask=here)
-        tl.store(order_weights_ptr + at, weight, mask=here)
-        tl.store(count_ptr + row, tl.sum(present, 1), mask=row < num_rows)
+        present = tl.reshape(here.to(tl.int32), (ROWS, KP))
+        before_it = tl.reshape(tl.cumsum(present, 1), (ROWS * KP,)) - 1
+        tl.store(order_ptr + row * K + before_it, position, mask=here)
+        tl.store(order_weights_ptr + row * K + before_it, weight, mask=here)
+        rows_here = program * ROWS + tl.arange(0, ROWS)
+        tl.store(count_ptr + rows_here, tl.sum(present, 1), mask=rows_here < num_rows)
     else:
         expert = (program - row_programs) * TILE + tl.arange(0, TILE)
-        offset, total, late = _read_offsets(call, expert, starts_ptr, alive_ptr, L, P, R)
+        # Before the first source's: before all.
+        nobody = tl.zeros_like(expert) - 1
+        offset, all_rows, late = _read_starts(
+            call, expert, nobody, expert <= L, starts_ptr, alive_ptr, L, P, R
+        )
         if late < R:
             lost += is_fatal(status_ptr, POLL)
         while (late < R) & (lost == 0):
-            offset, total, late = _read_offsets(call, expert, starts_ptr, alive_ptr, L, P, R)
+            offset, all_rows, late = _read_starts(
+                call, expert, nobody, expert <= L, starts_ptr, alive_ptr, L, P, R
+            )
             spins += 1
             if late < R:
                 lost, began = lose_patience(
                     spins, began, flags_ptr, status_ptr, channel, call, late, rank, timeout_ns,
                     NUM_CHANNELS, CHANNELS_P, R, POLL, INTERPRET,
                 )  # fmt: skip
+        total = tl.max(all_rows, 0)
         offset = tl.where(lost == 0, offset, 0)
         total = tl.where(lost == 0, total, 0)
         tl.store(offsets_ptr + expert, tl.minimum(offset, capacity), mask=expert <= L)

@@ -53,21 +53,20 @@ class DispatchLaunches(DispatchKernel):
             self._dispatch_kernel(call, plan, send=False, receive=True)
 
     def _dispatch_aside(self, call: DispatchCall, plan: Plan, *, send: bool, receive: bool) -> None:
-        """High throughput: ids and weights are put by a kernel and indexed while rows travel on a
-        stream of their own: large ones by copies, which the copy engine does where there is one;
-        by a kernel where they are few or quantized on the way."""
+        """High throughput: ids are indexed while rows travel on a stream of their own: many bytes
+        by copies, which the copy engine does where there is one; few, and what is quantized on the
+        way, by the kernel that puts ids first."""
         from moe_comm.kernels.signal import ROWS
 
         if send:
             # No rank reads the slot any more: the call that freed it has waited for all of them.
             self._fork()
             if call.prepared.quantizes or not plan.copies:
-                self._dispatch_kernel(call, plan, send=True, receive=False, rows_to=0)
                 with torch.cuda.stream(self._side):
-                    self._dispatch_kernel(call, plan, send=True, receive=False, ids_too=False)
+                    self._dispatch_kernel(call, plan, send=True, receive=False)
             else:
                 self._copy_rows(call)
-                self._dispatch_kernel(call, plan, send=True, receive=False, rows_to=1)
+                self._dispatch_kernel(call, plan, send=True, receive=False, rows_copied=True)
                 # Given scales and payloads are put by the kernel, and told of with the rows.
                 self._fork()
                 self._copy_word(call.slot, ROWS)

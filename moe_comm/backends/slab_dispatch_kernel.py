@@ -63,11 +63,11 @@ class DispatchKernel(PutLaunches):
         )  # fmt: skip
 
     def _dispatch_kernel(
-        self, call: DispatchCall, plan: Plan, *, send: bool, receive: bool, ids_too: bool = True,
-        rows_to: int = 2, release_after: bool = True, staged: Staged | None = None,
+        self, call: DispatchCall, plan: Plan, *, send: bool, receive: bool,
+        rows_copied: bool = False, release_after: bool = True, staged: Staged | None = None,
     ) -> None:  # fmt: skip
-        """Put ids and weights (where `ids_too`) and rows (`rows_to`: 0 to nobody, 1 to this rank, 2
-        to all); wait for every source; index, in this launch where choices are few."""
+        """Put ids, weights and rows, where `rows_copied` those of this rank alone; wait for every
+        source; index, in this launch where choices are few."""
         from moe_comm.kernels.dispatch import ID_TOKENS, _dispatch_kernel
         from moe_comm.kernels.ranked_index import ranking_programs
         from moe_comm.kernels.signal import ROWS
@@ -75,7 +75,7 @@ class DispatchKernel(PutLaunches):
         inputs: Inputs = call.prepared
         number, bucket = call.slot, call.bucket
         form = self._dispatch_form(
-            plan, bucket, inputs, rows_to=rows_to, releases=release_after, send=send,
+            plan, bucket, inputs, rows_copied=rows_copied, releases=release_after, send=send,
             receive=receive, indexes=call.reuse is None,
         )  # fmt: skip
         # Each program releases what it put, unless there are very many words to tell. Only the one
@@ -87,7 +87,6 @@ class DispatchKernel(PutLaunches):
         else:
             ids = max(1, min(-(-bucket // ID_TOKENS), plan.dispatch_programs))
         rows = max(1, min(bucket * form.blocks, plan.dispatch_programs))
-        ids, rows = ids if ids_too else 0, rows if rows_to else 0
         direct = form.options["DIRECT"]
         if staged is None:
             key = ("dispatch", number, bucket)
@@ -145,11 +144,11 @@ class DispatchKernel(PutLaunches):
         )  # fmt: skip
 
     def _dispatch_form(
-        self, plan: Plan, bucket: int, inputs: Inputs, *, rows_to: int, releases: bool, send: bool,
-        receive: bool, indexes: bool,
+        self, plan: Plan, bucket: int, inputs: Inputs, *, rows_copied: bool, releases: bool,
+        send: bool, receive: bool, indexes: bool,
     ) -> Form:  # fmt: skip
         # The constants' part of the inputs.
-        key = ("form", bucket, inputs[7:], rows_to, releases, send, receive, indexes)
+        key = ("form", bucket, inputs[7:], rows_copied, releases, send, receive, indexes)
 
         def make() -> Form:
             from moe_comm.kernels import ranked_index as ranking
@@ -177,7 +176,7 @@ class DispatchKernel(PutLaunches):
                 KP=next_power_of_2(config.num_topk), C=self.routing_table.shape[1], BLOCK=block,
                 WIRE=WIRE_CODE[wire.name] if inputs.quantizes else 0,
                 VALUE_BYTES=inputs.value_bytes, PAYLOAD=width,
-                PAYLOAD_P=next_power_of_2(width) if width else 0, ROWS_TO=rows_to,
+                PAYLOAD_P=next_power_of_2(width) if width else 0, ROWS_COPIED=rows_copied,
                 ROW_ALIGN=alignment(config.hidden * inputs.value_bytes),
                 TOKENS=ID_TOKENS, T_ON_DEVICE=inputs.on_device, RELEASE_IDS=releases,
                 RELEASE_ROWS=releases,

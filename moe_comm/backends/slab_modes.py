@@ -35,6 +35,8 @@ class SlabTuning:
     Attributes:
         mode: "low-latency", "high-throughput", or "auto" by the bucket.
         copy_from_bytes: bytes to one peer from which dispatch takes copies instead of stores.
+        aside_programs: the most programs of a role in a high-throughput dispatch, beside which the
+            index has to find room.
         combine_programs: the most programs of a combine; 0: as many as there is work for. Others
             must all run at once, so at most one a multiprocessor is safe.
         combine_lag: tokens that a combine sends before it begins to add what others send.
@@ -54,6 +56,7 @@ class SlabTuning:
     dispatch_block: int = 4096
     dispatch_warps: int = 8
     dispatch_programs: int = 1056
+    aside_programs: int = 264
     combine_block: int = 0
     combine_warps: int = 0
     combine_registers: int = 64
@@ -92,14 +95,19 @@ class SlabTuning:
 
     def plan(self, config: EPConfig, bucket: int) -> Plan:
         """The plan of a call with this bucket; the same on every rank."""
+        from moe_comm.kernels.ranked_index import RANKED_CHOICES
+
         mode = self.mode
         copies = bucket * config.wire.row_bytes(config.hidden) >= self.copy_from_bytes
         if mode == "auto":
-            mode = "high-throughput" if copies else "low-latency"
+            few = bucket * config.num_topk <= RANKED_CHOICES
+            mode = "low-latency" if few and not copies else "high-throughput"
         return Plan(
             mode=mode,
             copies=copies,
-            dispatch_programs=self.dispatch_programs,
+            dispatch_programs=self.dispatch_programs
+            if mode == "low-latency"
+            else self.aside_programs,
             combine_programs=self.combine_programs,
             combine_lag=min(self.combine_lag, bucket),
         )
