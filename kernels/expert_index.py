@@ -129,17 +129,22 @@ def rank_by_counting(
         # Asked for before the long loop, so that they are there after it.
         place, in_row = place_in_row(i, ids, ids_ptr, readable, K, KP)
         weight = tl.load(weights_ptr + i, mask=i < readable, other=0.0)
-    smaller = tl.zeros([QUERY, BLOCK], counts)
+    # Queries along the threads of a warp, so that their counts are added up in registers.
+    smaller = tl.zeros([BLOCK, QUERY], counts)
     present = tl.zeros([BLOCK], tl.int32)
     for start in range(0, num_choices, UNROLL * BLOCK):
-        # Unrolled, so that all blocks of keys are on their way together.
+        # All blocks of keys are asked for before the first is compared: threads exchange keys for
+        # that, and no load would pass the barrier.
+        keys = ()
         for step in tl.static_range(UNROLL):
             j = start + step * BLOCK + tl.arange(0, BLOCK)
             others = load_ids(ids_ptr, j, num_readable)
-            keys = tl.where(others >= 0, others * num_choices + j, 0x7FFFFFFF).to(counts)
-            smaller = count_smaller(smaller, key[:, None], keys[None, :], EXACT)
+            others_key = tl.where(others >= 0, others * num_choices + j, 0x7FFFFFFF).to(counts)
+            keys = keys + (others_key,)  # type: ignore[assignment] # noqa: RUF005
             present += (others >= 0).to(tl.int32)
-    rank = tl.sum(smaller, 1).to(tl.int32)
+        for step in tl.static_range(UNROLL):
+            smaller = count_smaller(smaller, key[None, :], keys[step][:, None], EXACT)
+    rank = tl.sum(smaller, 0).to(tl.int32)
     total = tl.sum(present, 0)
     if of_choices:
         here = ids >= 0
@@ -238,13 +243,13 @@ def _place_kernel(
         num_readable = tl.load(readable_ptr)
     ids = load_ids(ids_ptr, i, num_readable)
     here = ids >= 0
-    # Added up once, after the loop: a sum across threads each time takes longer than all else here.
-    same = tl.zeros([BLOCK, 32], tl.int32)
+    # Choices along the threads of a warp, so that what each is equal to is added up in registers.
+    same = tl.zeros([32, BLOCK], tl.int32)
     for first in range(0, BLOCK, 32):
         j = first + tl.arange(0, 32)
         others = load_ids(ids_ptr, chunk * BLOCK + j, num_readable)
-        same += ((ids[:, None] == others[None, :]) & (j[None, :] < order[:, None])).to(tl.int32)
-    earlier = tl.sum(same, 1)
+        same += ((ids[None, :] == others[:, None]) & (j[:, None] < order[None, :])).to(tl.int32)
+    earlier = tl.sum(same, 0)
     start = tl.load(starts_ptr + chunk.to(tl.int64) * L + ids, mask=here, other=0)
     at = start + earlier
     kept = here & (at < capacity)

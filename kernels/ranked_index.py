@@ -67,7 +67,8 @@ def put_ranked(
     counts: tl.constexpr = tl.int32 if EXACT else tl.float32
     query = tl.where(of_choices, (to_rank * P + slot) * num_choices + i, start * num_choices)
     query = query.to(counts)
-    smaller = tl.zeros([QUERY, BLOCK], counts)
+    # Queries along the threads of a warp, so that their counts are added up in registers.
+    smaller = tl.zeros([BLOCK, QUERY], counts)
     for first in range(0, num_choices, UNROLL * BLOCK):
         # All blocks of keys are asked for before the first is compared: threads exchange keys for
         # that, and no load would pass the barrier.
@@ -82,8 +83,8 @@ def put_ranked(
             key = tl.where(others_rank >= 0, key, 0x7FFFFFFF).to(counts)
             keys = keys + (key,)  # type: ignore[assignment] # noqa: RUF005
         for step in tl.static_range(UNROLL):
-            smaller = count_smaller(smaller, query[:, None], keys[step][None, :], EXACT)
-    ranks = tl.sum(smaller, 1).to(tl.int32)
+            smaller = count_smaller(smaller, query[None, :], keys[step][:, None], EXACT)
+    ranks = tl.sum(smaller, 0).to(tl.int32)
     if R <= 8:
         for step in tl.static_range(R):
             _put_to_peer(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.backends.slab_launch import Form, Places, launch
-from moe_comm.backends.slab_modes import MIDDLE_TOKENS, Plan
+from moe_comm.backends.slab_modes import Plan
 from moe_comm.backends.slab_put import PutLaunches
 from moe_comm.backends.slab_staging import Staged
 from moe_comm.backends.slab_state import WIRE_CODE, alignment, next_power_of_2
@@ -113,7 +113,7 @@ class CombineKernel(PutLaunches):
                 RELEASE=releases, SEND=send, RECEIVE=receive, POLL=self._poll(warps),
                 num_warps=warps, **self._common,
             )  # fmt: skip
-            if self.tuning.combine_registers and bucket > MIDDLE_TOKENS:
+            if self.tuning.combine_registers:
                 options["maxnreg"] = self.tuning.combine_registers
             return Form(options, blocks=-(-hidden // block))
 

@@ -41,8 +41,8 @@ class SlabTuning:
             must all run at once, so at most one a multiprocessor is safe.
         combine_lag: tokens that a combine sends before it begins to add what others send.
         combine_block, combine_warps: 0: by the bucket.
-        combine_registers: the most registers of a thread of a combine of more than MIDDLE_TOKENS,
-            so that more programs run at once; 0: as many as the compiler takes.
+        combine_registers: the most registers of a thread of a combine, so that more programs run at
+            once, on few multiprocessors too; 0: as many as the compiler takes.
         direct_ranks: up to this many ranks each program of a low-latency call tells every rank
             itself; beyond, the last one does for all.
         index_queries: choices that one program ranks; 0: by the number of choices.
