@@ -243,13 +243,13 @@ def _place_kernel(
         num_readable = tl.load(readable_ptr)
     ids = load_ids(ids_ptr, i, num_readable)
     here = ids >= 0
-    # Choices along the threads of a warp, so that what each is equal to is added up in registers.
-    same = tl.zeros([32, BLOCK], tl.int32)
+    # Added up once, after the loop: a sum across threads each time takes longer than all else here.
+    same = tl.zeros([BLOCK, 32], tl.int32)
     for first in range(0, BLOCK, 32):
         j = first + tl.arange(0, 32)
         others = load_ids(ids_ptr, chunk * BLOCK + j, num_readable)
-        same += ((ids[None, :] == others[:, None]) & (j[:, None] < order[None, :])).to(tl.int32)
-    earlier = tl.sum(same, 0)
+        same += ((ids[:, None] == others[None, :]) & (j[None, :] < order[:, None])).to(tl.int32)
+    earlier = tl.sum(same, 1)
     start = tl.load(starts_ptr + chunk.to(tl.int64) * L + ids, mask=here, other=0)
     at = start + earlier
     kept = here & (at < capacity)

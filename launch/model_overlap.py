@@ -26,7 +26,7 @@ from moe_comm.model.layers.overlap import FEW_TOKENS, Order, Overlap, Work
 from moe_comm.model.parallel import Parallel
 
 # Multiprocessors left free beside dispatch and combine, for comparison with the model's own.
-FREE = ((0, 0), (20, 20), (20, 28), (20, 36), (20, 44))
+FREE = ((0, 0), (20, 20), (20, 36), (20, 52))
 FIGURES = ("comm", "shared", "both", "layer")
 
 

@@ -33,7 +33,7 @@ from moe_comm.model.layers.multiprocessors import can_leave_free
 # Default of Overlap.leave_free on a GPU of 132 multiprocessors: of those tried, the numbers with
 # which K3's shared experts and their calls end first (launch/bench_model.py, section overlap). The
 # first product has 112 blocks then, the last one 76.
-LEAVE_FREE, OF = (20, 52), 132
+LEAVE_FREE, OF = (20, 28), 132
 # Buckets up to this one are few tokens.
 FEW_TOKENS = 256
 

@@ -55,19 +55,16 @@ class DispatchLaunches(DispatchKernel):
     def _dispatch_aside(self, call: DispatchCall, plan: Plan, *, send: bool, receive: bool) -> None:
         """High throughput: ids are indexed while rows travel on a stream of their own: many bytes
         by copies, which the copy engine does where there is one; few, and what is quantized on the
-        way, by a kernel."""
+        way, by the kernel that puts ids first."""
         from moe_comm.kernels.signal import ROWS
 
         if send:
             # No rank reads the slot any more: the call that freed it has waited for all of them.
+            self._fork()
             if call.prepared.quantizes or not plan.copies:
-                # Beside rows on their way, stores of ids would take as long as those.
-                self._dispatch_kernel(call, plan, send=True, receive=False, parts="ids")
-                self._fork()
                 with torch.cuda.stream(self._side):
-                    self._dispatch_kernel(call, plan, send=True, receive=False, parts="rows")
+                    self._dispatch_kernel(call, plan, send=True, receive=False)
             else:
-                self._fork()
                 self._copy_rows(call)
                 self._dispatch_kernel(call, plan, send=True, receive=False, rows_copied=True)
                 # Given scales and payloads are put by the kernel, and told of with the rows.

@@ -64,11 +64,10 @@ class DispatchKernel(PutLaunches):
 
     def _dispatch_kernel(
         self, call: DispatchCall, plan: Plan, *, send: bool, receive: bool,
-        parts: str = "all", rows_copied: bool = False, release_after: bool = True,
-        staged: Staged | None = None,
+        rows_copied: bool = False, release_after: bool = True, staged: Staged | None = None,
     ) -> None:  # fmt: skip
-        """Put ids and weights, and rows (`parts` "ids" or "rows": those alone; `rows_copied`: rows
-        of this rank alone); wait for every source; index, in this launch where choices are few."""
+        """Put ids, weights and rows, where `rows_copied` those of this rank alone; wait for every
+        source; index, in this launch where choices are few."""
         from moe_comm.kernels.dispatch import ID_TOKENS, _dispatch_kernel
         from moe_comm.kernels.ranked_index import ranking_programs
         from moe_comm.kernels.signal import ROWS
@@ -88,7 +87,6 @@ class DispatchKernel(PutLaunches):
         else:
             ids = max(1, min(-(-bucket // ID_TOKENS), plan.dispatch_programs))
         rows = max(1, min(bucket * form.blocks, plan.dispatch_programs))
-        ids, rows = 0 if parts == "rows" else ids, 0 if parts == "ids" else rows
         direct = form.options["DIRECT"]
         if staged is None:
             key = ("dispatch", number, bucket)
@@ -182,6 +180,8 @@ class DispatchKernel(PutLaunches):
                 ROW_ALIGN=alignment(config.hidden * inputs.value_bytes),
                 TOKENS=ID_TOKENS, T_ON_DEVICE=inputs.on_device, RELEASE_IDS=releases,
                 RELEASE_ROWS=releases,
+                # Where the index runs beside the rows.
+                AFTER_IDS=releases and not apart and not rows_copied,
                 # Where later launches index, yet another one waits for the rows.
                 WAIT_ROWS=apart and (ranked or not indexes),
                 DIRECT=plan.mode == "low-latency" and self._tells_directly,
