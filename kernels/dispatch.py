@@ -12,8 +12,7 @@ always get to run:
    they rank them first and put words that need no release to be read (RANKED,
    moe_comm.kernels.ranked_index).
 2. `row_programs` put rows, scales and payloads, and release ROWS. So the index, which needs ids
-   alone, is computed while rows are still on their way; where it takes launches beside this one
-   (AFTER_IDS), rows start when ids have left.
+   alone, is computed while rows are still on their way.
 3. Waiting programs index where choices were ranked; else later launches do. The last one waits for
    all sources' releases: of ids, then of rows.
 
@@ -31,11 +30,8 @@ from moe_comm.kernels.quantize import quantize_groups
 from moe_comm.kernels.ranked_index import index_ranked, put_ranked
 from moe_comm.kernels.signal import (
     arrive,
-    high_half,
-    is_fatal,
     is_usable,
     low_half,
-    read_words,
     release,
     release_target,
     reset_arrivals,
@@ -265,7 +261,6 @@ def _dispatch_kernel(
     PAYLOAD_P: tl.constexpr, ROWS_COPIED: tl.constexpr, ROW_ALIGN: tl.constexpr,
     NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr, T_ON_DEVICE: tl.constexpr,
     RELEASE_IDS: tl.constexpr, RELEASE_ROWS: tl.constexpr, WAIT_ROWS: tl.constexpr,
-    AFTER_IDS: tl.constexpr,
     DIRECT: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
     RANKED: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, QUERY: tl.constexpr,
     KEYS: tl.constexpr, KEYS_UNROLL: tl.constexpr, EXACT: tl.constexpr, POLL: tl.constexpr,
@@ -334,11 +329,6 @@ def _dispatch_kernel(
                 if ROWS_COPIED:
                     # Copies bring the others rows, and then the word that is written here.
                     target = tl.where(tl.arange(0, RP) == rank, target, 0)
-                if AFTER_IDS:
-                    _await_own(
-                        flags_ptr + channel * R + rank, status_ptr,
-                        wanted(state_ptr, channel, releases), POLL, INTERPRET,
-                    )  # fmt: skip
                 blocks: tl.constexpr = (H + BLOCK - 1) // BLOCK
                 for item in range(program - id_programs, bucket * blocks, row_programs):
                     # The interpreter's loops count in ints.
@@ -392,19 +382,6 @@ def _dispatch_kernel(
                     timeout_ns, bucket, capacity, L, K, KP, P, R, TILE, NUM_CHANNELS, CHANNELS_P,
                     POLL, INTERPRET,
                 )  # fmt: skip
-
-
-@triton.jit
-def _await_own(word_ptr, status_ptr, want, POLL: tl.constexpr, INTERPRET: tl.constexpr):
-    """Wait for a release of this rank's own, which programs give that have begun before. Stores
-    behind those of rows would take as long as all of them. After a failure nobody releases."""
-    lane = tl.arange(0, POLL)
-    own = lane < 1
-    late = tl.full((), 1, tl.int32)
-    while late > 0:
-        words = read_words(word_ptr + lane * 0, own, INTERPRET)
-        missing = own & ((high_half(words) - want) < 0)
-        late = tl.max(missing.to(tl.int32), 0) * (1 - is_fatal(status_ptr, POLL))
 
 
 @triton.jit

@@ -22,14 +22,6 @@ from moe_comm.handle import Dispatched
 from moe_comm.symmetric import VirtualSymmetricMemory
 
 
-def tuning_of(mode: str, **knobs: Any) -> SlabTuning:
-    """Of a mode by name; of high throughput both ways that rows can take, whatever their size:
-    "high-throughput" by copies, "stores" by a kernel."""
-    if mode == "stores":
-        return SlabTuning(mode="high-throughput", **knobs)
-    return SlabTuning(mode=mode, copy_from_bytes=0, **knobs)
-
-
 class VirtualWorld:
     """R engines and the reference beside them."""
 

@@ -77,10 +77,9 @@ def launch(
     nvshmem: bool = False, **shape: Any,
 ) -> None:  # fmt: skip
     """A dispatch and a combine of one rank, halves together and apart, and a release."""
-    from slab_world import tuning_of
-
     from moe_comm import EPConfig
     from moe_comm.backends.slab_engine import SlabEngine, region_sizes
+    from moe_comm.backends.slab_modes import SlabTuning
     from moe_comm.calls import check_combine, check_dispatch
     from moe_comm.symmetric import VirtualSymmetricMemory
 
@@ -102,7 +101,7 @@ def launch(
         memory=memory,
         copy_table=placement.copy_table,
         num_copies=placement.num_copies,
-        tuning=tuning_of(mode),
+        tuning=SlabTuning(mode=mode),
     )
     # Compiled as for a GPU.
     engine._interpret = False
@@ -132,7 +131,7 @@ def launch(
         (2, 128, 128, "low-latency", {}),
         (2, 1, 1, "low-latency", {"dispatch_wire": "fp8", "combine_wire": "mxfp8"}),
         (2, 600, 600, "high-throughput", {"hidden": 2880}),
-        (2, 600, 600, "stores", {"dispatch_wire": "fp8"}),
+        (2, 600, 600, "high-throughput", {"dispatch_wire": "fp8"}),
         (9, 3, 5, "low-latency", {"num_experts": 10, "num_topk": 3, "hidden": 64}),
     ],
 )

@@ -9,10 +9,11 @@ import pytest
 import torch
 from comm_cases import Case, assert_same_bits, check_case
 from rank_pool import RankContext, run_ranks
-from slab_world import VirtualWorld, tuning_of
+from slab_world import VirtualWorld
 from test_c10d_modes import OPTIONS, WIRES, case_of
 
 from moe_comm import EPConfig, ExpertPlacement, PeerTimeoutError, PhaseError
+from moe_comm.backends.slab_modes import SlabTuning
 from moe_comm.launch.rank_data import RankData
 
 gpu = pytest.mark.gpu
@@ -28,7 +29,7 @@ FOR_TWO = [
 
 def world(num_ranks: int, mode: str, chunk: int = 1024, **shape: Any) -> VirtualWorld:
     config = EPConfig(**{"num_experts": 896, "num_topk": 16, "hidden": 3584} | shape)
-    tuning = tuning_of(mode, combine_lag=chunk)
+    tuning = SlabTuning(mode=mode, combine_lag=chunk)
     return VirtualWorld(config, num_ranks, torch.device("cuda", 0), tuning)
 
 

@@ -93,13 +93,12 @@ def _tensor(*shape: int, dtype: torch.dtype, skip: int) -> Tensor:
     return torch.zeros(count + skip, dtype=dtype)[skip:].view(shape)
 
 
-@pytest.mark.parametrize("mode", ["low-latency", "high-throughput", "stores"])
+@pytest.mark.parametrize("mode", ["low-latency", "high-throughput"])
 @pytest.mark.parametrize("wire", ["bf16", "fp8", "none"])
 def test_direct_launches_are_tritons(mode, wire, monkeypatch) -> None:
-    from slab_world import tuning_of
-
     from moe_comm import EPConfig
     from moe_comm.backends.slab import SlabCommunicator, region_sizes
+    from moe_comm.backends.slab_modes import SlabTuning
     from moe_comm.symmetric import VirtualSymmetricMemory
 
     config = EPConfig(
@@ -108,7 +107,7 @@ def test_direct_launches_are_tritons(mode, wire, monkeypatch) -> None:
     )  # fmt: skip
     memory = VirtualSymmetricMemory.create(2, region_sizes(config, 2), CPU)[1]
     group: Any = SimpleNamespace(rank=1, num_ranks=2, device=CPU)
-    tuning = tuning_of(mode, combine_lag=16)
+    tuning = SlabTuning(mode=mode, combine_lag=16)
     comm = SlabCommunicator(config, group, tuning=tuning, memory=memory)
     watched = Watched(monkeypatch)
     generator = torch.Generator().manual_seed(1)

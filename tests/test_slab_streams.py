@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankContext
-from slab_world import VirtualWorld, tuning_of
+from slab_world import VirtualWorld
 from test_slab_gpu import MODES, on_pair, world
 
 from moe_comm import EPConfig
@@ -107,12 +107,8 @@ class TestPair:
 def given_back(context: RankContext) -> None:
     """Dispatch, slow reader, release, in a graph; no slot was released before it was captured. On
     one rank the reader is slow: the other's next rows must not overtake it."""
-    from moe_comm import Group
-    from moe_comm.backends.slab import SlabCommunicator
-
     config = EPConfig(num_experts=8, num_topk=2, hidden=4096, max_tokens_per_rank=512)
-    group, tuning = Group(device=torch.device("cuda", context.rank)), tuning_of("high-throughput")
-    with SlabCommunicator(config, group, tuning=tuning) as comm:
+    with context.communicator(config, "slab:high-throughput") as comm:
         device = comm.device
         x = torch.zeros(512, 4096, device=device, dtype=torch.bfloat16)
         # Expert 0 lies on rank 0, expert 7 on rank 1: every row reaches both.

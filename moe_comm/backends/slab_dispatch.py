@@ -1,7 +1,7 @@
 """Dispatch on one rank: which launches and copies make it up, and what arrives.
 
 Low latency: one kernel puts rows, ids and weights, waits and indexes. High throughput: a kernel
-puts ids and weights, which are indexed while rows travel beside that.
+puts ids and weights, which are indexed while rows travel by copies.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DispatchLaunches(DispatchKernel):
         elif plan.mode == "low-latency":
             self._dispatch_kernel(call, plan, send=send, receive=receive)
         else:
-            self._dispatch_aside(call, plan, send=send, receive=receive)
+            self._dispatch_by_copies(call, plan, send=send, receive=receive)
         if not receive:
             return None
         self._used_here(call.prepared.stream, *call.prepared[:6])
@@ -52,28 +52,30 @@ class DispatchLaunches(DispatchKernel):
         if receive:
             self._dispatch_kernel(call, plan, send=False, receive=True)
 
-    def _dispatch_aside(self, call: DispatchCall, plan: Plan, *, send: bool, receive: bool) -> None:
-        """High throughput: ids are indexed while rows travel on a stream of their own: many bytes
-        by copies, which the copy engine does where there is one; few, and what is quantized on the
-        way, by the kernel that puts ids first."""
+    def _dispatch_by_copies(
+        self, call: DispatchCall, plan: Plan, *, send: bool, receive: bool
+    ) -> None:
+        """High throughput: ids and weights are put by a kernel and indexed while rows travel by
+        copies, on a stream of their own: by the copy engine where there is one. Rows that are
+        quantized on the way the kernel puts too."""
         from moe_comm.kernels.signal import ROWS
 
-        if send:
+        copies = not call.prepared.quantizes
+        if send and copies:
             # No rank reads the slot any more: the call that freed it has waited for all of them.
             self._fork()
-            if call.prepared.quantizes or not plan.copies:
-                with torch.cuda.stream(self._side):
-                    self._dispatch_kernel(call, plan, send=True, receive=False)
-            else:
-                self._copy_rows(call)
-                self._dispatch_kernel(call, plan, send=True, receive=False, rows_copied=True)
-                # Given scales and payloads are put by the kernel, and told of with the rows.
-                self._fork()
-                self._copy_word(call.slot, ROWS)
+            self._copy_rows(call)
+            self._dispatch_kernel(call, plan, send=True, receive=False, rows_copied=True)
+            # Given scales and payloads are put by the kernel, and told of with the rows.
+            self._fork()
+            self._copy_word(call.slot, ROWS)
+        elif send:
+            self._dispatch_kernel(call, plan, send=True, receive=False)
         if receive:
             self._dispatch_kernel(call, plan, send=False, receive=True)
             self._wait(call.slot, ROWS)
-            self._join()
+            if copies:
+                self._join()
 
     def _copy_rows(self, call: DispatchCall) -> None:
         """This rank's rows to every other rank's slab."""
@@ -87,10 +89,11 @@ class DispatchLaunches(DispatchKernel):
         """Release a channel of this rank's on every other rank, behind the copies: a kernel has
         released it here, and its word goes on as it is. A copy after a copy begins sooner than a
         kernel does."""
-        own = self.flags[self._channel(slot, phase)][self.rank]
+        channel = self._channel(slot, phase)
+        own = self._kept(("own word", channel), lambda: self.flags[channel, self.rank])
         with torch.cuda.stream(self._side):
             for peer in self._others():
-                self._word_at(peer, self._channel(slot, phase)).copy_(own, non_blocking=True)
+                self._word_at(peer, channel).copy_(own, non_blocking=True)
 
     def _others(self) -> list[int]:
         """The other live ranks, the right neighbour first."""

@@ -180,8 +180,6 @@ class DispatchKernel(PutLaunches):
                 ROW_ALIGN=alignment(config.hidden * inputs.value_bytes),
                 TOKENS=ID_TOKENS, T_ON_DEVICE=inputs.on_device, RELEASE_IDS=releases,
                 RELEASE_ROWS=releases,
-                # Where the index runs beside the rows.
-                AFTER_IDS=releases and not apart and not rows_copied,
                 # Where later launches index, yet another one waits for the rows.
                 WAIT_ROWS=apart and (ranked or not indexes),
                 DIRECT=plan.mode == "low-latency" and self._tells_directly,

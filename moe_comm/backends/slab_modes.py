@@ -16,13 +16,11 @@ MANY_CHOICES = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a call launches. `mode` of the dispatch: "low-latency" or "high-throughput"; copies:
-    whether rows of the latter travel by copies, where they are not quantized on the way;
+    """What a call launches. `mode` of the dispatch: "low-latency" or "high-throughput";
     `*_programs`: the most programs, of a role in dispatch; combine_lag: tokens that a combine sends
     before it begins to add."""
 
     mode: str
-    copies: bool
     dispatch_programs: int
     combine_programs: int
     combine_lag: int
@@ -34,9 +32,9 @@ class SlabTuning:
 
     Attributes:
         mode: "low-latency", "high-throughput", or "auto" by the bucket.
-        copy_from_bytes: bytes to one peer from which dispatch takes copies instead of stores.
-        aside_programs: the most programs of a role in a high-throughput dispatch, beside which the
-            index has to find room.
+        copy_from_bytes: bytes to one peer from which dispatch takes copies instead of stores, where
+            the wire does not quantize.
+        aside_programs: the most programs of a role in a high-throughput dispatch, beside copies.
         combine_programs: the most programs of a combine; 0: as many as there is work for. Others
             must all run at once, so at most one a multiprocessor is safe.
         combine_lag: tokens that a combine sends before it begins to add what others send.
@@ -95,16 +93,14 @@ class SlabTuning:
 
     def plan(self, config: EPConfig, bucket: int) -> Plan:
         """The plan of a call with this bucket; the same on every rank."""
-        from moe_comm.kernels.ranked_index import RANKED_CHOICES
-
         mode = self.mode
-        copies = bucket * config.wire.row_bytes(config.hidden) >= self.copy_from_bytes
+        to_peer = bucket * config.wire.row_bytes(config.hidden)
         if mode == "auto":
-            few = bucket * config.num_topk <= RANKED_CHOICES
-            mode = "low-latency" if few and not copies else "high-throughput"
+            # What is quantized on the way is stored: nothing is left to be copied.
+            copies = config.wire.scale_dtype is None and to_peer >= self.copy_from_bytes
+            mode = "high-throughput" if copies else "low-latency"
         return Plan(
             mode=mode,
-            copies=copies,
             dispatch_programs=self.dispatch_programs
             if mode == "low-latency"
             else self.aside_programs,
