@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -36,18 +37,26 @@ DEFINITIONS = {
     "memcheck": "params.tests by outcome under compute-sanitizer --tool memcheck; wrong: errors "
     "that it reported, failed tests added",
 }
+# The tests end themselves after so many seconds, as if interrupted: the sanitizer, which is left
+# alone, sums up then.
+_LIMITED = (
+    "import signal, sys, pytest; signal.signal(signal.SIGALRM, signal.default_int_handler); "
+    "signal.alarm(int(sys.argv[1])); sys.exit(pytest.main(sys.argv[2:]))"
+)
+# For summing up.
+_GRACE_S = 20
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
 _REFUSED = re.compile(r"Device not supported|not supported on this|Unable to find.*injection", re.I)
 _OUTCOMES = re.compile(r"^\S+::.* (PASSED|FAILED|ERROR|SKIPPED)\b", re.M)
 
 
-def command_of(sanitizer: str, log: Path, arguments: list[str]) -> list[str]:
-    """The command line."""
+def command_of(sanitizer: str, log: Path, seconds: int, arguments: list[str]) -> list[str]:
+    """The command line of tests that end after `seconds`."""
     tests = arguments or ["tests/test_slab_gpu.py", "-k", SELECTION]
     return [
         sanitizer, "--tool", "memcheck", "--target-processes", "application-only", "--log-file",
-        str(log), sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider",
-        *tests,
+        str(log), sys.executable, "-c", _LIMITED, str(seconds), "-v", "--tb=short", "-p",
+        "no:cacheprovider", *tests,
     ]  # fmt: skip
 
 
@@ -80,8 +89,7 @@ def main(arguments: list[str]) -> int:
     path = summary_path(directory, started)
     path = path.with_name(path.name.replace("gpu-check", "memcheck"))
     log = path.with_suffix(".log")
-    command = command_of(sanitizer, log, arguments[2:])
-    output, timed_out = _run(command, seconds)
+    output, timed_out = run_limited(command_of(sanitizer, log, seconds, arguments[2:]), seconds)
     text = log.read_text() if log.exists() else ""
     errors, found = read_log(text)
     tests = outcomes(output)
@@ -97,7 +105,8 @@ def main(arguments: list[str]) -> int:
     refused = bool(_REFUSED.search(text + output))
     wrong = None if errors is None or refused else errors + failed
     if wrong is None:
-        params["reason"] = (text + output)[-600:]
+        # Where the sources lie tells nothing.
+        params["reason"] = re.sub(r"\S*/(?=\w+\.py)", "", (text + output)[-600:])
     _write(path, started, params, wrong)
     print(f"memcheck: {errors} errors, tests {tests}, {params['seconds']} s: {path}")
     if timed_out:
@@ -107,26 +116,20 @@ def main(arguments: list[str]) -> int:
     return 1 if wrong or not tests.get("passed") else 0
 
 
-def _run(command: list[str], seconds: int) -> tuple[str, bool]:
-    """(output, whether it ran over). What it started is ended with it."""
+def run_limited(command: list[str], seconds: int) -> tuple[str, bool]:
+    """(output, whether it ran over its seconds). What does not end by itself is killed."""
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
+    began = time.monotonic()
     try:
-        output, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        # pytest ends, and the sanitizer sums up.
-        os.killpg(process.pid, signal.SIGINT)
-    else:
-        return output, False
-    try:
-        output, _ = process.communicate(timeout=20)
+        output, _ = process.communicate(timeout=seconds + _GRACE_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-    return output, True
+    return output, time.monotonic() - began >= seconds
 
 
 def _write(

@@ -108,4 +108,25 @@ def test_the_sanitizer_is_read() -> None:
         "FAILED tests/test_slab_gpu.py::test_b - assert\n"
     )
     assert sanitize.outcomes(output) == {"passed": 2, "failed": 1}
-    assert "--tool" in sanitize.command_of("compute-sanitizer", sanitize.Path("x.log"), ["a.py"])
+    command = sanitize.command_of("compute-sanitizer", sanitize.Path("x.log"), 9, ["a.py"])
+    assert "--tool" in command
+    assert command[-1] == "a.py"
+
+
+def test_tests_under_the_sanitizer_end_in_time_and_are_summed_up(tmp_path) -> None:
+    """A stand-in for the sanitizer runs what follows its log's name and writes a summary after it:
+    that must still come when the tests are cut short."""
+    log = tmp_path / "x.log"
+    stand_in = tmp_path / "sanitizer"
+    stand_in.write_text(
+        '#!/usr/bin/env bash\nlog=$6\nshift 6\n"$@"\n'
+        'echo "========= ERROR SUMMARY: 0 errors" > $log\n'
+    )
+    stand_in.chmod(0o755)
+    slow = tmp_path / "test_slow.py"
+    slow.write_text("import time\ndef test_a(): pass\ndef test_b(): time.sleep(60)\n")
+    command = sanitize.command_of(str(stand_in), log, 4, [str(slow)])
+    output, timed_out = sanitize.run_limited(command, 4)
+    assert timed_out
+    assert sanitize.outcomes(output) == {"passed": 1}
+    assert sanitize.read_log(log.read_text()) == (0, [])

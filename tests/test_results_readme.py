@@ -25,7 +25,7 @@ def test_readme_says_what_the_result_files_say():
 def test_readme_prose_says_what_the_result_files_say():
     """Figures in sentences, where no table is generated."""
     text = " ".join((ROOT / "README.md").read_text().split())
-    alone, soak = (rows_of(f"2026-11-30_nvidia-h200x2_{topic}") for topic in ("slab-run", "soak"))
+    alone, soak = (rows_of(f"2026-11-30b_nvidia-h200x2_{topic}") for topic in ("slab-run", "soak"))
     load = rows_of("2026-11-30_nvidia-h200x1_load")[0]["params"]
 
     times = {}
@@ -36,9 +36,22 @@ def test_readme_prose_says_what_the_result_files_say():
     worst = max(max(two) / min(two) for (_, _, tokens), two in times.items() if tokens > 1)
     assert all(len(two) == 2 for two in times.values())
     assert f"differs by at most {math.ceil(100 * (worst - 1))}%" in text
+    empty = {round(row["params"]["empty_us"]) for row in alone}
+    assert f"take {empty.pop()} us there" in text
+    assert not empty
+    assert {row["params"]["calls_in_a_row"] for row in alone} == {8}
     assert f"{sum(row['params']['pairs'] for row in soak):,} random calls" in text
     assert f"({sum(row['params']['checked'] for row in soak)} bit for bit" in text
     assert not any(row["params"]["hangs"] or row["wrong"] for row in soak)
+    delays, faults = (
+        rows_of(f"2026-11-30b_nvidia-h200x2_{topic}") for topic in ("delays", "faults")
+    )
+    assert f"{sum(row['params']['pairs'] for row in delays):,} with random delays" in text
+    assert not any(row["params"]["hangs"] or row["wrong"] for row in delays)
+    assert {row["params"]["case"] for row in faults} == {
+        "stall-eager", "stall-graph", "kill-eager", "kill-graph",
+    }  # fmt: skip
+    assert not any(row["params"]["failures"] or row["wrong"] for row in faults)
     check_gloo(text)
     check_overlap(text)
     check_layer(text)
@@ -63,7 +76,7 @@ def check_gloo(text):
 
 def check_overlap(text):
     """Of the default, by what it is called in the table."""
-    rows = [row["params"] for row in rows_of("2026-11-30_nvidia-h200x2_overlap")]
+    rows = [row["params"] for row in rows_of("2026-11-30b_nvidia-h200x2_overlap")]
     by_name = {params["variant"]: params for params in rows}
     own = by_name[f"products-aside leave_free={LEAVE_FREE[0]}+{LEAVE_FREE[1]}"]
     assert own["hidden"] == max(params["hidden"] for params in rows)
