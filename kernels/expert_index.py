@@ -25,6 +25,9 @@ ONE_LAUNCH_CHOICES = 8192
 QUERIES = 32
 CHUNK = 256
 SCANNED = 8
+# Copies of the experts' totals, which chunks add to in turn: additions to one word queue up.
+TOTALS = 16
+_TOTALS = tl.constexpr(TOTALS)
 
 
 class Order(NamedTuple):
@@ -186,8 +189,8 @@ def _count_kernel(
     ids_ptr, readable_ptr, counts_ptr, totals_ptr, num_choices, L, BLOCK: tl.constexpr,
     BINS: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
-    """counts [chunks, L]: choices of each expert in this program's chunk; added to totals [L],
-    which were 0."""
+    """counts [chunks, L]: choices of each expert in this program's chunk; added to one of the
+    totals [TOTALS, L], which were 0."""
     chunk = tl.program_id(0)
     num_readable = num_choices
     if ORDER:
@@ -196,7 +199,17 @@ def _count_kernel(
     bins = tl.histogram(ids, BINS, mask=ids >= 0)
     experts = tl.arange(0, BINS)
     tl.store(counts_ptr + chunk.to(tl.int64) * L + experts, bins, mask=experts < L)
+    totals_ptr += chunk % _TOTALS * L
     tl.atomic_add(totals_ptr + experts, bins, mask=(experts < L) & (bins > 0), sem="relaxed")
+
+
+@triton.jit
+def _add_totals(totals_ptr, experts, L):
+    """Choices of experts in all chunks, 0 from L on."""
+    total = tl.zeros_like(experts)
+    for copy in tl.static_range(_TOTALS):
+        total += tl.load(totals_ptr + copy * L + experts, mask=experts < L, other=0)
+    return total
 
 
 @triton.jit(do_not_specialize=["num_chunks", "capacity", "L"])
@@ -208,9 +221,9 @@ def _scan_kernel(
     (chunk, expert). Each program has EXPERTS experts."""
     first = tl.program_id(0) * EXPERTS
     every = tl.arange(0, BINS)
-    totals = tl.load(totals_ptr + every, mask=every < L, other=0)
+    totals = _add_totals(totals_ptr, every, L)
     experts = first + tl.arange(0, EXPERTS)
-    mine = tl.load(totals_ptr + experts, mask=experts < L, other=0)
+    mine = _add_totals(totals_ptr, experts, L)
     ends = tl.sum(tl.where(every < first, totals, 0), 0) + tl.cumsum(mine, 0)
     tl.store(offsets_ptr + 1 + experts, tl.minimum(ends, capacity), mask=experts < L)
     if first == 0:
@@ -260,7 +273,8 @@ def _place_kernel(
     tl.store(row_index_ptr + i, -1, mask=(i >= total) & (i < capacity))
     if chunk == 0:
         every = tl.arange(0, BINS)
-        tl.store(totals_ptr + every, tl.zeros([BINS], tl.int32), mask=every < L)
+        for copy in tl.static_range(_TOTALS):
+            tl.store(totals_ptr + copy * L + every, tl.zeros([BINS], tl.int32), mask=every < L)
     if ORDER:
         place, in_row = place_in_row(i, ids, ids_ptr, num_readable, K, KP)
         weight = tl.load(weights_ptr + i, mask=here, other=0.0)
@@ -289,8 +303,8 @@ def expert_index(
         status: int32 [>= 1]; bit 2 is set where choices were dropped beyond the capacity.
         out: (expert_offsets [L + 1], row_index [capacity], choice_position [M, K]), int32.
         order: filled where given.
-        workspace: int32, at least workspace_size() and 0 on its first L entries, which it is again
-            afterwards. None: allocated.
+        workspace: int32, at least workspace_size() and 0 on its first TOTALS * L entries, which it
+            is again afterwards. None: allocated.
         one_launch: which way; None: by the number of choices.
 
     Returns: out.
@@ -306,6 +320,7 @@ def expert_index(
     offsets, row_index, position = out
     ordered = order if order is not None else Order(*[position] * 5)
     topk_p = triton.next_power_of_2(num_topk)
+    interpreted = not hasattr(_place_kernel, "params")
     if num_choices == 0 or experts == 0:
         offsets.zero_()
         row_index.fill_(-1)
@@ -318,15 +333,15 @@ def expert_index(
             local_idx, ordered.readable, offsets, row_index, position, *ordered[:4], status,
             num_choices, capacity, experts, K=num_topk, KP=topk_p, QUERY=QUERIES,
             ORDER=order is not None, num_warps=8,
-            **one_launch_form(num_choices, experts, interpreted=device.type == "cpu"),
+            **one_launch_form(num_choices, experts, interpreted=interpreted),
         )  # fmt: skip
     else:
         chunks = triton.cdiv(num_choices, CHUNK)
         if workspace is None:
             size = workspace_size(num_choices, experts)
             workspace = torch.empty(size, dtype=torch.int32, device=device)
-            workspace[:experts].zero_()
-        totals, counts = workspace[:experts], workspace[experts:]
+            split_workspace(workspace, experts)[0].zero_()
+        totals, counts = split_workspace(workspace, experts)
         bins = triton.next_power_of_2(experts + 1)
         _count_kernel[(chunks,)](
             local_idx, ordered.readable, counts, totals, num_choices, experts, BLOCK=CHUNK,
@@ -345,8 +360,15 @@ def expert_index(
 
 
 def workspace_size(num_choices: int, num_local_experts: int) -> int:
-    """int32 entries that the three launches need: totals [L] and counts [chunks, L]."""
-    return num_local_experts * (1 + -(-num_choices // CHUNK))
+    """int32 entries that the three launches need: totals [TOTALS, L] and counts [chunks, L]."""
+    return num_local_experts * (TOTALS + -(-num_choices // CHUNK))
+
+
+def split_workspace(
+    workspace: torch.Tensor, num_local_experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """totals, which are 0 between calls, and counts."""
+    return workspace[: TOTALS * num_local_experts], workspace[TOTALS * num_local_experts :]
 
 
 def one_launch_programs(num_choices: int, num_local_experts: int, queries: int = QUERIES) -> int:

@@ -29,7 +29,7 @@ class IndexLaunches:
     Args:
         num_rows: M, at least 1. num_topk: K. num_local_experts: L, below 2^15.
         capacity: expert rows there is room for, at most M * K.
-        memory: int32, index_bytes() or more; its first L entries are 0 before and after every call.
+        memory: int32, index_bytes() or more; 0 at first.
         status: int32 [1]; bit 2 is set where choices were dropped beyond the capacity.
     """
 
@@ -49,7 +49,7 @@ class IndexLaunches:
         self.num_local_experts, self.capacity = num_local_experts, capacity
         self.device = status.device
         choices, experts = num_rows * num_topk, num_local_experts
-        totals, counts = memory[:experts], memory[experts:]
+        totals, counts = kernels.split_workspace(memory, experts)
         chunks = -(-choices // kernels.CHUNK)
         # Nothing goes through the pointers of an Order, which is not wanted here.
         common: dict[str, Tensor | int] = {
