@@ -10,7 +10,8 @@ always get to run:
 
 1. `id_programs` put ids and weights, and release the slot's DISPATCH channel. Where choices are few
    they rank them first and put words that need no release to be read (RANKED,
-   moe_comm.kernels.ranked_index).
+   moe_comm.kernels.ranked_index); the release, which then tells the number of tokens alone, goes
+   ahead of them and waits for no store.
 2. `row_programs` put rows, scales and payloads, and release ROWS. So the index, which needs ids
    alone, is computed while rows are still on their way.
 3. Waiting programs index where choices were ranked; else later launches do. The last one waits for

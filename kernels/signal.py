@@ -192,8 +192,8 @@ def wait(
 
     After it, everything those ranks stored before their release is visible to this program.
     Returns 1 where it is; 0 after a timeout, a phase error, or where the status word held either
-    before. A late peer that is in another call (unexpected_channel) is a phase error, known at
-    once.
+    before. A late peer that is in another call (unexpected_channel) is a phase error, known as
+    soon as patience is lost for the first time.
     """
     # One element a thread, of which the first R read: few requests, and one verdict for all warps.
     source = tl.arange(0, POLL)

@@ -143,7 +143,7 @@ class Bench:
             return 1
         slot = config.buffer_bytes(self.ranks.num_ranks)["total"] // config.num_slots
         most = max(1, ROW_BYTES // max(slot, 1))
-        return min(self.plan.calls or CALLS_IN_A_ROW, most)
+        return self.plan.calls or min(CALLS_IN_A_ROW, most)
 
     def subjects(self, name: str, case: Case) -> Iterator[Measured]:
         """The subject of one name."""

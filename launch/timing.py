@@ -113,7 +113,7 @@ def time_eager(
         torch.cuda.synchronize(ranks.device)
         begin_together(ranks)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-        _record_row(subject, events, 1)
+        record_row(subject, events, 1)
         if index >= warmup:
             marks.append(events)
     torch.cuda.synchronize(ranks.device)
@@ -155,7 +155,7 @@ def time_graph(
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for events in marks:
             flush()
-            _record_row(subject, events, calls)
+            record_row(subject, events, calls)
     samples: Samples = {"dispatch": [], "combine": [], "round_trip": []}
     replays = math.ceil(iters / GRAPH_ROWS)
     for index in range(1 + replays):
@@ -215,7 +215,8 @@ class _Alone:
         return self._nothing
 
 
-def _record_row(subject: Subject, events: Sequence[torch.cuda.Event], calls: int) -> None:
+def record_row(subject: Subject, events: Sequence[torch.cuda.Event], calls: int) -> None:
+    """Enqueue `calls` dispatches, then their combines, between three marks."""
     events[0].record()
     arrived = [subject.dispatch() for _ in range(calls)]
     events[1].record()

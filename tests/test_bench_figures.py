@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from moe_comm import EPConfig, ExpertPlacement
-from moe_comm.launch.bench import byte_matrix, memory_bytes
+from moe_comm.launch.bench import Bench, byte_matrix, memory_bytes
 from moe_comm.launch.rank_data import RankData
 from moe_comm.launch.subjects import Case
-from moe_comm.launch.timing import Statistics, percentile, time_calls, time_host
+from moe_comm.launch.timing import Statistics, percentile, record_row, time_calls, time_host
 from moe_comm.launch.verify import Findings
 from moe_comm.traffic import RoutingTraffic
 
@@ -63,6 +65,44 @@ def test_each_half_is_timed_after_a_barrier_and_warmup_is_left_out():
     halves = ["barrier", "dispatch", "barrier", "combine"]
     assert calls.seen == [*halves, "barrier", "dispatch", "combine"] * 3
     assert len(time_calls(lambda: None, calls, iters=4, warmup=1, graph=False)) == 4
+
+
+class Mark:
+    """Stands in for an event: notes when it is recorded."""
+
+    def __init__(self, seen):
+        self.seen = seen
+
+    def record(self):
+        self.seen.append("mark")
+
+
+def test_captured_calls_run_in_rows_between_marks():
+    calls = Calls()
+    record_row(calls, [Mark(calls.seen) for _ in range(3)], 3)
+    assert calls.seen == ["mark", *["dispatch"] * 3, "mark", *["combine"] * 3, "mark"]
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "calls"),
+    [
+        ("cuda", {}, 8),
+        ("cuda", {"calls": 3}, 3),
+        ("cuda", {"calls": 64, "tokens": 1 << 17}, 64),
+        ("cuda", {"tokens": 1 << 17}, 2),
+        ("cuda", {"graph": False}, 1),
+        ("cuda", {"flush_l2": True}, 1),
+        ("cpu", {}, 1),
+    ],
+)
+def test_rows_are_as_long_as_slots_and_memory_allow(device, options, calls):
+    plan = {"graph": None, "flush_l2": False, "calls": None} | options
+    config = EPConfig.preset("kimi-k3", max_tokens_per_rank=plan.pop("tokens", 128))
+    bench = SimpleNamespace(
+        plan=SimpleNamespace(**plan),
+        ranks=SimpleNamespace(device=torch.device(device), num_ranks=2),
+    )
+    assert Bench.calls_of(bench, config) == calls
 
 
 def case():
