@@ -185,7 +185,9 @@ def test_gemm_compiles_for_hopper(config, gated):
         tiles, block_m=config.block_m, swap=config.swap, gated=gated
     )
     ptx = compiled.asm["ptx"]
-    assert ("mma.sync" if config.block_m == 8 else "wgmma.mma_async") in ptx
+    # Triton below 3.9 takes the older instruction for 8 rows.
+    few = config.block_m == 8 and "mma.sync" in ptx
+    assert few or "wgmma.mma_async" in ptx
     assert re.search(r"cp\.async\.\w+\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10", ptx)
     assert stack == 0
     assert programs_that_fit(compiled, registers, tiles.num_warps) >= tiles.programs_per_sm
