@@ -23,7 +23,8 @@ OPTIONS = {
         *SHAPE, *RANKS, *OUTPUT, "--backend", "--baseline", "--no-baseline", "--num-tokens",
         "--wire", "--combine-wire", "--routing", "--phase", "--layout", "--reduction", "--iters",
         "--warmup", "--cuda-graph", "--no-cuda-graph", "--calls-in-a-row", "--flush-l2",
-        "--no-flush-l2", "--check", "--no-check", "--limit", "--no-limit", "--debug-flip-bit", "--experts", "--emulate-ep",
+        "--no-flush-l2", "--check", "--no-check", "--limit", "--no-limit", "--debug-flip-bit",
+        "--experts", "--emulate-ep",
     ],
     check: [
         *SHAPE, *RANKS, *OUTPUT, "--backend", "--num-tokens", "--wire", "--combine-wire",
