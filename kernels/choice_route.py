@@ -36,3 +36,16 @@ def route(
     ids = wide_ids.to(tl.int32)
     to_rank, slot = locate(ids, valid, token, rank, copy_table_ptr, num_copies_ptr, C)
     return to_rank, slot, inside & (valid == 0) & (wide_ids != -1)
+
+
+@triton.jit
+def route_tokens(
+    token, real, topk_idx_ptr, rank, E, copy_table_ptr, num_copies_ptr, K: tl.constexpr,
+    KP: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """`route` of all choices [TOKENS, KP] of tokens `token` [TOKENS, 1], where `real`."""
+    choice = tl.arange(0, KP)[None, :]
+    return route(
+        token * K + choice, token, (choice < K) & real, topk_idx_ptr, rank, E, copy_table_ptr,
+        num_copies_ptr, C,
+    )  # fmt: skip

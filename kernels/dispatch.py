@@ -8,14 +8,15 @@ expert, L local experts. Receive memory of one slot, at `*_offset` bytes from ea
 Three kinds of programs, in this order in the grid, so that those that put, and wait for nobody,
 always get to run:
 
-1. `id_programs` put ids and weights, and release the slot's DISPATCH channel. Where choices are few
-   they rank them first and put words that need no release to be read (RANKED,
-   moe_comm.kernels.ranked_index); the release, which then tells the number of tokens alone, goes
-   ahead of them and waits for no store.
+1. `id_programs` put ids and weights, and release the slot's DISPATCH channel. Where this launch
+   indexes, they put words that need no release to be read: of few choices, ranked before (RANKED,
+   moe_comm.kernels.ranked_index), of many as they are (CHUNKED, moe_comm.kernels.chunked_index);
+   the release, which then tells the number of tokens alone, goes ahead of them and waits for no
+   store.
 2. `row_programs` put rows, scales and payloads, and release ROWS. So the index, which needs ids
    alone, is computed while rows are still on their way.
-3. Waiting programs index where choices were ranked; else later launches do. The last one waits for
-   all sources' releases: of ids, then of rows.
+3. Waiting programs index, or later launches do. The last one waits for all sources' releases: of
+   ids, then of rows.
 
 Each program releases what it put (DIRECT), or the last of its kind to arrive releases it all. What
 only combine needs the first kind writes after its release, since nobody waits for it.
@@ -26,8 +27,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_comm.kernels.choice_route import route
-from moe_comm.kernels.quantize import quantize_groups
+from moe_comm.kernels.choice_route import route_tokens
+from moe_comm.kernels.chunked_index import index_chunks, put_choices
+from moe_comm.kernels.put_rows import put_row
 from moe_comm.kernels.ranked_index import index_ranked, put_ranked
 from moe_comm.kernels.signal import (
     arrive,
@@ -44,22 +46,6 @@ from moe_comm.kernels.signal import (
 # Tokens of a step of a program that puts ids.
 ID_TOKENS = 16
 
-# Constants of the kernels: WIRE is 0 to copy elements, 1 to quantize bf16 to fp8 on the way, 2 to
-# mxfp8; ROWS_COPIED says that copies bring rows to other ranks, so that none are put there.
-
-
-@triton.jit
-def _route(
-    token, real, topk_idx_ptr, rank, E, copy_table_ptr, num_copies_ptr, K: tl.constexpr,
-    KP: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """`route` of all choices [TOKENS, KP] of tokens `token` [TOKENS, 1], where `real`."""
-    choice = tl.arange(0, KP)[None, :]
-    return route(
-        token * K + choice, token, (choice < K) & real, topk_idx_ptr, rank, E, copy_table_ptr,
-        num_copies_ptr, C,
-    )  # fmt: skip
-
 
 @triton.jit
 def _put_ids(
@@ -72,7 +58,7 @@ def _put_ids(
     receiver reads another call's."""
     choice = tl.arange(0, KP)[None, :]
     real = inside & (token < num_tokens)
-    to_rank, slot, _ = _route(
+    to_rank, slot, _ = route_tokens(
         token, real, topk_idx_ptr, rank, E, copy_table_ptr, num_copies_ptr, K, KP, C
     )
     weight = tl.load(topk_weights_ptr + token * K + choice, mask=(choice < K) & real, other=0.0)
@@ -126,7 +112,7 @@ def _note_tokens(
     """
     choice = tl.arange(0, KP)
     real = inside & (token < num_tokens)
-    to_rank, _, invalid = _route(
+    to_rank, _, invalid = route_tokens(
         token, real, topk_idx_ptr, rank, E, copy_table_ptr, num_copies_ptr, K, KP, C
     )
     at = token * K + choice[None, :]
@@ -143,102 +129,6 @@ def _note_tokens(
         tl.atomic_or(status_ptr, 1)
 
 
-@triton.jit
-def _put_row(
-    token, block, num_tokens, usable, x_ptr, scales_ptr, topk_idx_ptr, payload_ptr, copy_table_ptr,
-    num_copies_ptr, peers_ptr, rows_offset, scales_offset, payload_offset, rank, bucket, E,
-    stride_x,
-    H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
-    KP: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr,
-    VALUE_BYTES: tl.constexpr, PAYLOAD: tl.constexpr, PAYLOAD_P: tl.constexpr,
-    ROWS_COPIED: tl.constexpr, ROW_ALIGN: tl.constexpr,
-):  # fmt: skip
-    """One column block of one token to every rank it reaches; block 0 also puts given scales and
-    payload."""
-    real = token < num_tokens
-    to_rank, _, _ = _route(
-        tl.zeros([1, 1], tl.int32) + token, real, topk_idx_ptr, rank, E, copy_table_ptr,
-        num_copies_ptr, K, KP, C,
-    )  # fmt: skip
-    column = block * BLOCK + tl.arange(0, BLOCK)
-    in_row = (column < H) & real
-    row_ptr = x_ptr + token.to(tl.int64) * stride_x + column
-    if WIRE != 0:
-        x = tl.load(row_ptr, mask=in_row, other=0.0)
-        values, scale = quantize_groups(x.to(tl.float32), WIRE == 2, GROUP, BLOCK)
-    else:
-        # What is past the row is not stored. Triton has no 0 of fp8 to put there.
-        values = tl.load(row_ptr, mask=in_row)
-        scale = 0
-    if R <= 8:
-        for step in tl.static_range(R):
-            _put_row_to_peer(
-                step, token, block, usable, values, scale, to_rank, in_row, column, scales_ptr,
-                payload_ptr, peers_ptr, rows_offset, scales_offset, payload_offset, rank, bucket,
-                H, G, GP, GROUP, R, BLOCK, WIRE, VALUE_BYTES, PAYLOAD, PAYLOAD_P, ROWS_COPIED,
-                ROW_ALIGN,
-            )  # fmt: skip
-    else:
-        for step in range(R):
-            _put_row_to_peer(
-                step, token, block, usable, values, scale, to_rank, in_row, column, scales_ptr,
-                payload_ptr, peers_ptr, rows_offset, scales_offset, payload_offset, rank, bucket,
-                H, G, GP, GROUP, R, BLOCK, WIRE, VALUE_BYTES, PAYLOAD, PAYLOAD_P, ROWS_COPIED,
-                ROW_ALIGN,
-            )  # fmt: skip
-
-
-@triton.jit
-def _put_row_to_peer(
-    step, token, block, usable, values, scale, to_rank, in_row, column, scales_ptr, payload_ptr,
-    peers_ptr, rows_offset, scales_offset, payload_offset, rank, bucket,
-    H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr,
-    BLOCK: tl.constexpr, WIRE: tl.constexpr, VALUE_BYTES: tl.constexpr, PAYLOAD: tl.constexpr,
-    PAYLOAD_P: tl.constexpr, ROWS_COPIED: tl.constexpr, ROW_ALIGN: tl.constexpr,
-):  # fmt: skip
-    """What _put_row puts to the step-th peer. Stores are masked, not branched around: their
-    addresses load together."""
-    peer = (rank + 1 + step) % R
-    base = tl.load(peers_ptr + peer)
-    reached = tl.max(tl.max((to_rank == peer).to(tl.int32), 1), 0) > 0
-    row = rank.to(tl.int64) * bucket + token
-    send_row = reached & (usable != 0)
-    if ROWS_COPIED:
-        send_row = send_row & (peer == rank)
-    rows_ptr = (base + rows_offset + row * (H * VALUE_BYTES)).to(tl.pointer_type(values.dtype))
-    # Rows are aligned, which an address that was loaded does not show: without the hint they would
-    # be stored two bytes at a time.
-    rows_ptr = tl.multiple_of(rows_ptr, ROW_ALIGN)
-    tl.store(rows_ptr + column, values, mask=in_row & send_row)
-    if WIRE != 0:
-        group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-        scale_bytes: tl.constexpr = scale.dtype.primitive_bitwidth // 8
-        scales_at = (base + scales_offset + row * (G * scale_bytes)).to(
-            tl.pointer_type(scale.dtype)
-        )
-        tl.store(scales_at + group, scale, mask=(group < G) & send_row)
-    if block == 0:
-        if GP > 0:
-            _put_bytes(
-                scales_ptr + token.to(tl.int64) * G, base + scales_offset + row * G,
-                reached & (usable != 0), G, GP,
-            )  # fmt: skip
-        if PAYLOAD > 0:
-            _put_bytes(
-                payload_ptr + token.to(tl.int64) * PAYLOAD, base + payload_offset + row * PAYLOAD,
-                reached & (usable != 0), PAYLOAD, PAYLOAD_P,
-            )  # fmt: skip
-
-
-@triton.jit
-def _put_bytes(source_ptr, target, writes, COUNT: tl.constexpr, COUNT_P: tl.constexpr):
-    """COUNT bytes to an address, where `writes`."""
-    i = tl.arange(0, COUNT_P)
-    mask = (i < COUNT) & writes
-    byte = tl.load(source_ptr + i, mask=mask)
-    tl.store(target.to(tl.pointer_type(tl.uint8)) + i, byte, mask=mask)
-
-
 @triton.jit(
     do_not_specialize=[
         "num_tokens_host", "num_rows", "id_programs", "row_programs",
@@ -252,8 +142,8 @@ def _dispatch_kernel(
     copy_table_ptr, num_copies_ptr, alive_ptr, peers_ptr,
     rows_offset, scales_offset, ids_offset, weights_offset, choices_offset, starts_offset,
     payload_offset, flags_offset, ids_ptr, weights_ptr, choices_ptr, starts_ptr, flags_ptr,
-    choice_rank_ptr, fold_rank_ptr, fold_count_ptr, tokens_out_ptr, readable_ptr,
-    offsets_ptr, row_index_ptr, position_ptr, order_ptr, order_weights_ptr, order_count_ptr,
+    choice_rank_ptr, fold_rank_ptr, fold_count_ptr, tokens_out_ptr, readable_ptr, offsets_ptr,
+    row_index_ptr, position_ptr, order_ptr, order_weights_ptr, order_count_ptr, words_ptr,
     state_ptr, status_ptr, channel, rows_channel, combine_channel, rank, bucket, capacity, E, L,
     timeout_ns,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
@@ -264,8 +154,8 @@ def _dispatch_kernel(
     RELEASE_IDS: tl.constexpr, RELEASE_ROWS: tl.constexpr, WAIT_ROWS: tl.constexpr,
     DIRECT: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
     RANKED: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, QUERY: tl.constexpr,
-    KEYS: tl.constexpr, KEYS_UNROLL: tl.constexpr, EXACT: tl.constexpr, POLL: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    KEYS: tl.constexpr, KEYS_UNROLL: tl.constexpr, EXACT: tl.constexpr, CHUNKED: tl.constexpr,
+    BINS: tl.constexpr, CHUNKS: tl.constexpr, POLL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     if SEND:
@@ -282,19 +172,28 @@ def _dispatch_kernel(
                 # the release that does so below.
                 told = low_half(tl.load(flags_ptr + channel * R + rank, volatile=True))
                 step = tl.arange(0, TOKENS)[:, None]
-                if RANKED:
+                if RANKED or CHUNKED:
                     # What is put tells of itself; this tells how many tokens there are.
                     if program == 0:
                         release(
                             target, state_ptr, channel, releases, num_tokens - told, usable,
                             NUM_CHANNELS, RP, ORDERED=False,
                         )  # fmt: skip
+                call = wanted(state_ptr, channel, releases)
+                if RANKED:
                     put_ranked(
-                        program, wanted(state_ptr, channel, releases), bucket * K, num_tokens,
+                        program, call, bucket * K, num_tokens,
                         usable, topk_idx_ptr, topk_weights_ptr, copy_table_ptr, num_copies_ptr,
                         alive_ptr, peers_ptr, choices_offset, starts_offset, rank, E, K, C, P, R,
                         QUERY, KEYS, KEYS_UNROLL, EXACT,
                     )  # fmt: skip
+                elif CHUNKED:
+                    for first in range(program * TOKENS, bucket, id_programs * TOKENS):
+                        put_choices(
+                            first + step, first + step < bucket, num_tokens, usable, call,
+                            topk_idx_ptr, topk_weights_ptr, copy_table_ptr, num_copies_ptr,
+                            alive_ptr, peers_ptr, choices_offset, rank, bucket, E, K, KP, C, R,
+                        )  # fmt: skip
                 else:
                     for first in range(program * TOKENS, bucket, id_programs * TOKENS):
                         _put_ids(
@@ -303,7 +202,7 @@ def _dispatch_kernel(
                             alive_ptr, peers_ptr, ids_offset, weights_offset, rank, bucket, E, K,
                             KP, C, R,
                         )  # fmt: skip
-                if RELEASE_IDS and not RANKED:
+                if RELEASE_IDS and not (RANKED or CHUNKED):
                     if DIRECT:
                         release(
                             target, state_ptr, channel, releases,
@@ -334,7 +233,7 @@ def _dispatch_kernel(
                 for item in range(program - id_programs, bucket * blocks, row_programs):
                     # The interpreter's loops count in ints.
                     token = tl.full((), 0, tl.int32) + item // blocks
-                    _put_row(
+                    put_row(
                         token, item % blocks, num_tokens, usable, x_ptr,
                         scales_ptr, topk_idx_ptr, payload_ptr, copy_table_ptr, num_copies_ptr,
                         peers_ptr, rows_offset, scales_offset, payload_offset, rank, bucket, E,
@@ -366,7 +265,7 @@ def _dispatch_kernel(
                     NUM_CHANNELS, CHANNELS_P, R, RP, POLL, INTERPRET,
                 )  # fmt: skip
                 _write_tokens(flags_ptr + channel * R, alive_ptr, tokens_out_ptr, arrived, R, RP)
-                if RANKED == 0:
+                if not (RANKED or CHUNKED):
                     # Later launches index; what did not arrive they must not read.
                     tl.store(readable_ptr, R * bucket * K * arrived)
                 if WAIT_ROWS:
@@ -382,6 +281,14 @@ def _dispatch_kernel(
                     order_weights_ptr, order_count_ptr, flags_ptr, status_ptr, channel, rank,
                     timeout_ns, bucket, capacity, L, K, KP, P, R, TILE, NUM_CHANNELS, CHANNELS_P,
                     POLL, INTERPRET,
+                )  # fmt: skip
+            elif CHUNKED:
+                index_chunks(
+                    program - senders, want, choices_ptr, words_ptr, alive_ptr, ids_ptr,
+                    weights_ptr, offsets_ptr, row_index_ptr, position_ptr, order_ptr,
+                    order_weights_ptr, order_count_ptr, flags_ptr, status_ptr, channel, rank,
+                    timeout_ns, bucket, capacity, L, K, KP, R, TILE, BINS, CHUNKS, EXACT,
+                    NUM_CHANNELS, CHANNELS_P, POLL, INTERPRET,
                 )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from moe_comm.kernels.choice_route import route
 from moe_comm.kernels.expert_index import count_smaller
-from moe_comm.kernels.signal import high_half, is_fatal, lose_patience, low_half
+from moe_comm.kernels.signal import high_half, is_fatal, lose_patience, low_half, tagged
 
 # Up to this many choices of its own a source ranks them: counting pairs takes their square.
 RANKED_CHOICES = 4096
@@ -32,12 +32,6 @@ RANKED_CHOICES = 4096
 SPAN = tl.constexpr(RANKED_CHOICES)
 # Received choices, or experts, of a program: at least as many as it has threads.
 TILE = 256
-
-
-@triton.jit
-def _word(call, low):
-    """int64: the number of the call, and 32 bits."""
-    return (call.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
 
 
 @triton.jit
@@ -114,14 +108,14 @@ def _put_to_peer(
     here = to_rank == peer
     told_ptr = (base + choices_offset).to(tl.pointer_type(tl.int64))
     told_ptr += (rank.to(tl.int64) * num_choices + i) * 2
-    told = _word(call, tl.where(here, slot * SPAN + ranks, -1))
+    told = tagged(call, tl.where(here, slot * SPAN + ranks, -1))
     tl.store(told_ptr, told, mask=inside & writes)
     bits = weight.to(tl.int32, bitcast=True)
-    tl.store(told_ptr + 1, _word(call, bits), mask=inside & here & writes)
+    tl.store(told_ptr + 1, tagged(call, bits), mask=inside & here & writes)
     starts_ptr = (base + starts_offset).to(tl.pointer_type(tl.int64)) + rank * P
     at = start - peer * P
     for_peer = (of_choices == 0) & (at >= 0) & (at < P)
-    tl.store(starts_ptr + at, _word(call, ranks), mask=for_peer & writes)
+    tl.store(starts_ptr + at, tagged(call, ranks), mask=for_peer & writes)
 
 
 @triton.jit

@@ -171,14 +171,20 @@ def read_words(words_ptr, awaited, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def tagged(call, low):
+    """int64: a word that tells by itself that it has arrived: the number of the call, 32 bits."""
+    return (call.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
 def high_half(word):
-    """int32: of a flag, its count."""
+    """int32: of a flag, its count; of a tagged word, the call."""
     return (word >> 32).to(tl.int32)
 
 
 @triton.jit
 def low_half(word):
-    """int32: of a flag, its tokens."""
+    """int32: of a flag, its tokens; of a tagged word, the 32 bits."""
     return word.to(tl.int32)
 
 

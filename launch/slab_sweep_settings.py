@@ -25,8 +25,9 @@ PROGRAMS = (33, 66, 132, 264, 528, 1056)
 MOST_AT_ONCE = 132
 # Files in kernels/ that a slab's calls run.
 _KERNELS = (
-    "choice_route.py", "combine.py", "dispatch.py", "expert_index.py", "quantize.py",
-    "ranked_index.py", "returned_rows.py", "signal.py", "slot_signals.py",
+    "choice_route.py", "chunked_index.py", "combine.py", "dispatch.py", "expert_index.py",
+    "put_rows.py", "quantize.py", "ranked_index.py", "returned_rows.py", "signal.py",
+    "slot_signals.py",
 )  # fmt: skip
 PROGRAM_KNOBS = ("dispatch_programs", "combine_programs")
 

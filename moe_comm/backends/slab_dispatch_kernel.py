@@ -67,10 +67,9 @@ class DispatchKernel(PutLaunches):
         rows_copied: bool = False, release_after: bool = True, staged: Staged | None = None,
     ) -> None:  # fmt: skip
         """Put ids, weights and rows, where `rows_copied` those of this rank alone; wait for every
-        source; index, in this launch where choices are few."""
+        source; index, in launches of their own beside copies and puts."""
         from moe_comm.kernels.dispatch import ID_TOKENS, _dispatch_kernel
         from moe_comm.kernels.ranked_index import ranking_programs
-        from moe_comm.kernels.signal import ROWS
 
         inputs: Inputs = call.prepared
         number, bucket = call.slot, call.bucket
@@ -80,13 +79,17 @@ class DispatchKernel(PutLaunches):
         )  # fmt: skip
         # Each program releases what it put, unless there are very many words to tell. Only the one
         # launch of a low-latency dispatch has the same programs on every rank.
-        if form.indexes:
+        most = plan.dispatch_programs
+        if form.options["CHUNKED"]:
+            # Leaves room for the programs that index.
+            most = min(most, self.tuning.aside_programs)
+        if form.options["RANKED"]:
             choices = bucket * self.config.num_topk
             queries = self.tuning.queries_of(choices)
             ids = ranking_programs(choices, self.num_ranks, form.options["P"], queries)
         else:
             ids = max(1, min(-(-bucket // ID_TOKENS), plan.dispatch_programs))
-        rows = max(1, min(bucket * form.blocks, plan.dispatch_programs))
+        rows = max(1, min(bucket * form.blocks, most))
         direct = form.options["DIRECT"]
         if staged is None:
             key = ("dispatch", number, bucket)
@@ -103,8 +106,6 @@ class DispatchKernel(PutLaunches):
         launch(_dispatch_kernel, count, places, form, given)
         if receive and not form.indexes and call.reuse is None:
             self._index_by_launches(call)
-            if self._rows_apart(plan):
-                self._wait(number, ROWS, releases=rows if direct else 1)
 
     def _rows_apart(self, plan: Plan) -> bool:
         """Whether the dispatch kernel releases rows by themselves."""
@@ -136,8 +137,9 @@ class DispatchKernel(PutLaunches):
             fold_count_ptr=slot.fold_count, tokens_out_ptr=slot.tokens, readable_ptr=slot.readable,
             offsets_ptr=slot.offsets, row_index_ptr=slot.row_index, position_ptr=slot.position,
             order_ptr=slot.order, order_weights_ptr=slot.order_weights,
-            order_count_ptr=slot.order_count, state_ptr=self.state, status_ptr=self.status,
-            channel=self._channel(number, DISPATCH), rows_channel=self._channel(number, ROWS),
+            order_count_ptr=slot.order_count, words_ptr=slot.words, state_ptr=self.state,
+            status_ptr=self.status, channel=self._channel(number, DISPATCH),
+            rows_channel=self._channel(number, ROWS),
             combine_channel=self._channel(number, COMBINE), rank=self.rank, bucket=bucket,
             capacity=self._capacity(bucket), E=self.config.num_experts, L=self.num_local_experts,
             timeout_ns=self._wait_ns,
@@ -151,6 +153,7 @@ class DispatchKernel(PutLaunches):
         key = ("form", bucket, inputs[7:], rows_copied, releases, send, receive, indexes)
 
         def make() -> Form:
+            from moe_comm.kernels import chunked_index as counting
             from moe_comm.kernels import ranked_index as ranking
             from moe_comm.kernels.dispatch import ID_TOKENS
 
@@ -158,40 +161,50 @@ class DispatchKernel(PutLaunches):
             block, warps = self._dispatch_block()
             apart = self._rows_apart(plan)
             choices, starts = bucket * config.num_topk, self._starts
-            ranked = apart and indexes and choices <= ranking.RANKED_CHOICES
-            # An element a thread at least: what others write is read, and by one thread each.
-            tile = max(ranking.TILE, 32 * warps)
-            receivers = 1
+            most_ranked = min(tuning.ranked_choices, ranking.RANKED_CHOICES)
+            ranked = apart and indexes and choices <= most_ranked
+            chunked = apart and indexes and not ranked
+            tile, padded = self._tile(), next_power_of_2(config.num_topk)
+            chunks = counting.chunks_of(self.num_ranks * bucket, padded, tile)
+            receivers, largest_key = 1, self.num_local_experts * tile
             if ranked:
+                largest_key = self.num_ranks * starts * max(choices, 1)
                 receivers += ranking.adding_programs(
-                    self.num_ranks * bucket, next_power_of_2(config.num_topk),
-                    self.num_local_experts, tile,
-                )  # fmt: skip
+                    self.num_ranks * bucket, padded, self.num_local_experts, tile
+                )
+            elif chunked:
+                receivers += counting.indexing_programs(chunks, self.num_local_experts)
+            # Of those that rank; the same for others, whose kernel does not depend on them.
+            ranking_choices = choices if ranked else 1
             scale_bytes, width = inputs.scale_bytes, inputs.payload_bytes
-            keys = min(256, max(32, next_power_of_2(choices)))
+            keys = min(256, max(32, next_power_of_2(ranking_choices)))
             options = dict(
                 H=config.hidden, G=scale_bytes or max(wire.num_groups(config.hidden), 1),
                 GP=next_power_of_2(scale_bytes) if scale_bytes else 0,
                 GROUP=wire.group if inputs.quantizes else block, K=config.num_topk,
-                KP=next_power_of_2(config.num_topk), C=self.routing_table.shape[1], BLOCK=block,
+                KP=padded, C=self.routing_table.shape[1], BLOCK=block,
                 WIRE=WIRE_CODE[wire.name] if inputs.quantizes else 0,
                 VALUE_BYTES=inputs.value_bytes, PAYLOAD=width,
                 PAYLOAD_P=next_power_of_2(width) if width else 0, ROWS_COPIED=rows_copied,
                 ROW_ALIGN=alignment(config.hidden * inputs.value_bytes),
                 TOKENS=ID_TOKENS, T_ON_DEVICE=inputs.on_device, RELEASE_IDS=releases,
                 RELEASE_ROWS=releases,
-                # Where later launches index, yet another one waits for the rows.
-                WAIT_ROWS=apart and (ranked or not indexes),
+                WAIT_ROWS=apart,
                 DIRECT=plan.mode == "low-latency" and self._tells_directly,
                 SEND=send, RECEIVE=receive, RANKED=ranked, P=starts, TILE=tile,
-                QUERY=tuning.queries_of(choices), KEYS=keys,
-                KEYS_UNROLL=min(16, next_power_of_2(-(-choices // keys))),
+                QUERY=tuning.queries_of(ranking_choices), KEYS=keys,
+                KEYS_UNROLL=min(16, next_power_of_2(-(-ranking_choices // keys))),
+                CHUNKED=chunked, BINS=next_power_of_2(self.num_local_experts + 1),
+                CHUNKS=64 if chunks <= 64 else counting.SCANNED_CHUNKS,
                 # Sort keys are whole numbers in fp32, unless they are too large for it.
-                EXACT=self._interpret or self.num_ranks * starts * max(choices, 1) >= 1 << 24,
+                EXACT=self._interpret or largest_key >= 1 << 24,
                 POLL=self._poll(warps), num_warps=warps, **self._common,
             )  # fmt: skip
             return Form(
-                options, blocks=-(-config.hidden // block), receivers=receivers, indexes=ranked
+                options,
+                blocks=-(-config.hidden // block),
+                receivers=receivers,
+                indexes=ranked or chunked,
             )
 
         return self._kept(key, make)

@@ -34,7 +34,8 @@ class SlabTuning:
         mode: "low-latency", "high-throughput", or "auto" by the bucket.
         copy_from_bytes: bytes to one peer from which dispatch takes copies instead of stores, where
             the wire does not quantize.
-        aside_programs: the most programs of a role in a high-throughput dispatch, beside copies.
+        aside_programs: the most programs of a role in a high-throughput dispatch, beside copies,
+            and of those that put rows where choices are counted beside them.
         combine_programs: the most programs of a combine; 0: as many as there is work for. Others
             must all run at once, so at most one a multiprocessor is safe.
         combine_lag: tokens that a combine sends before it begins to add what others send.
@@ -43,6 +44,10 @@ class SlabTuning:
             once, on few multiprocessors too; 0: as many as the compiler takes.
         direct_ranks: up to this many ranks each program of a low-latency call tells every rank
             itself; beyond, the last one does for all.
+        ranked_choices: up to this many choices of a rank, at most 4096, its sources rank them; more
+            are counted by the receiver.
+        index_registers: the most registers of a thread of a dispatch that counts them, so that more
+            programs run at once; 0: as many as the compiler takes.
         index_queries: choices that one program ranks; 0: by the number of choices.
         combine_unroll: loads of expert rows in flight at a time; 0: as many as a row has.
         put_programs, put_warps: programs that forward what is put, and their warps.
@@ -62,6 +67,8 @@ class SlabTuning:
     combine_lag: int = 128
     combine_unroll: int = 0
     direct_ranks: int = 8
+    ranked_choices: int = 4096
+    index_registers: int = 64
     index_queries: int = 0
     put_programs: int = 128
     put_warps: int = 8

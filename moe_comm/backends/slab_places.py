@@ -113,6 +113,13 @@ class SlabPlaces:
         least = max(next_power_of_2(self.config.hidden), self.config.wire.group, 32)
         return min(self.tuning.dispatch_block, least), self.tuning.dispatch_warps
 
+    def _tile(self) -> int:
+        """TILE of a dispatch's index: an element a thread at least, since what others write is
+        read, and by one thread each; and a row's choices."""
+        from moe_comm.kernels.ranked_index import TILE
+
+        return max(TILE, 32 * self.tuning.dispatch_warps, next_power_of_2(self.config.num_topk))
+
     def _combine_block(self, bucket: int) -> tuple[int, int]:
         """The same for combine."""
         group = self.config.return_wire.group

@@ -38,14 +38,13 @@ WIRE_CODE = {"bf16": 0, "none": 0, "fp8": 1, "mxfp8": 2}
 
 def region_sizes(config: EPConfig, num_ranks: int, *, puts: bool = False) -> dict[str, int]:
     """Bytes of each region of a rank's block: EPConfig.buffer_bytes, what sources say of their
-    choices (moe_comm.kernels.ranked_index), the flags and, where rows are put, the area in which
-    they wait."""
+    choices (moe_comm.kernels.ranked_index and .chunked_index), the flags and, where rows are put,
+    the area in which they wait."""
     from moe_comm.kernels import signal
-    from moe_comm.kernels.ranked_index import RANKED_CHOICES
 
     sizes = config.buffer_bytes(num_ranks)
     del sizes["total"]
-    choices = min(config.bucket * config.num_topk, RANKED_CHOICES)
+    choices = config.bucket * config.num_topk
     starts = starts_of_a_rank(config.placement_for(num_ranks).max_local_experts)
     sizes["choices"] = config.num_slots * num_ranks * choices * 16
     sizes["starts"] = config.num_slots * num_ranks * starts * 8
@@ -62,7 +61,8 @@ class Slot:
     Of received rows: tokens [R], readable [1] (choices that may be
     read), offsets [L + 1], row_index [capacity], position [R * B, K], and
     each row's choices here without gaps, order and order_weights [R * B, K], order_count
-    [R * B]."""
+    [R * B]. words: int64, what programs of an index tell each other
+    (moe_comm.kernels.chunked_index)."""
 
     choice_rank: Tensor
     fold_rank: Tensor
@@ -75,6 +75,7 @@ class Slot:
     order: Tensor
     order_weights: Tensor
     order_count: Tensor
+    words: Tensor
 
 
 class SlabState(SlabStreams):
@@ -152,6 +153,7 @@ class SlabState(SlabStreams):
                 order=ints_of(rows, width),
                 order_weights=torch.zeros(rows, width, device=device),
                 order_count=ints_of(rows),
+                words=torch.zeros(self._num_words(), dtype=torch.int64, device=device),
             )
             for _ in range(config.num_slots)
         ]
@@ -180,6 +182,16 @@ class SlabState(SlabStreams):
         for name in ("choices", "starts"):
             words = self.memory.regions.sizes[name] // 8
             self.memory.view(name, (words,), torch.int64).fill_(wrapped << 32)
+        for slot in self._slots:
+            slot.words.fill_(wrapped << 32)
+
+    def _num_words(self) -> int:
+        """Words of a slot's programs, at the largest bucket."""
+        from moe_comm.kernels.chunked_index import chunks_of, num_words
+
+        padded = next_power_of_2(self.config.num_topk)
+        chunks = chunks_of(self.num_ranks * self._bucket, padded, self._tile())
+        return num_words(chunks, self.num_local_experts)
 
     def read_status(self) -> Status:
         """The status word; bits that are not sticky are cleared. Synchronizes."""
