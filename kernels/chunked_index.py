@@ -11,11 +11,11 @@ it is not here; then its weight's bits, where it is here.
 Three kinds of programs, in this order in the grid; each waits for other ranks, or for programs
 before it, so that it need not run beside any that come later:
 
-1. counting programs take chunks in turn: how many choices each expert has there;
+1. counting programs, one a chunk: how many choices each expert has there;
 2. scanning programs have experts each: the expert's choices in all chunks before. The last of them
    adds up the experts;
-3. placing programs take chunks in turn: each choice's row is its expert's first one, and those of
-   the expert in the chunks before, and in the chunk itself.
+3. placing programs, one a chunk: before a choice's row come those of the experts before, and of its
+   own expert those of the chunks before, and of the chunk itself.
 
 What they tell each other are words too, in memory of the slot's own (`words`, int64, `num_words`):
 counts [N, L] (in the upper 16 bits of the low half how many of the chunk's choices are for experts
@@ -32,14 +32,12 @@ from moe_comm.kernels.choice_route import route_tokens
 from moe_comm.kernels.expert_index import count_smaller
 from moe_comm.kernels.signal import high_half, is_fatal, lose_patience, low_half, tagged
 
-# Programs that count, and that place, at most.
-WORKERS = 128
 # Experts of a program that scans, and chunks that it takes at a time.
 SCANNED = 8
 SCANNED_CHUNKS = 256
 # Keys that a choice is compared with at a time.
 KEYS = 32
-_WORKERS, _SCANNED, _KEYS = tl.constexpr(WORKERS), tl.constexpr(SCANNED), tl.constexpr(KEYS)
+_SCANNED, _KEYS = tl.constexpr(SCANNED), tl.constexpr(KEYS)
 
 
 @triton.jit
@@ -87,68 +85,62 @@ def _cells(
 
 
 @triton.jit
-def _read_slots(call, i, awaited, choices_ptr):
-    """Local experts of choices i, -1 where there is none or it has not been told."""
-    told = tl.load(choices_ptr + 2 * i.to(tl.int64), mask=awaited, other=0, volatile=True)
-    return tl.where(awaited & (high_half(told) == call), low_half(told), -1)
-
-
-@triton.jit
-def _first_late(call, i, source, awaited, choices_ptr, R: tl.constexpr):
-    """The first source that has not told all of choices i, R where none is."""
+def _read_choices(call, i, source, awaited, choices_ptr, R: tl.constexpr):
+    """Of choices i, where `awaited`: (local expert, -1 where not here; weight; the first source
+    that has not told all of them, R where none is). As far as told: final where nobody is late."""
     told_ptr = choices_ptr + 2 * i.to(tl.int64)
     told = tl.load(told_ptr, mask=awaited, other=0, volatile=True)
     more = tl.load(told_ptr + 1, mask=awaited, other=0, volatile=True)
-    here = low_half(told) >= 0
-    missing = (high_half(told) != call) | (here & (high_half(more) != call))
-    return tl.min(tl.where(awaited & missing, source, R), 0)
+    said = high_half(told) == call
+    slot = tl.where(awaited & said, low_half(told), -1)
+    late = awaited & ((said == 0) | ((slot >= 0) & (high_half(more) != call)))
+    weight = low_half(more).to(tl.float32, bitcast=True)
+    return slot, weight, tl.min(tl.where(late, source, R), 0)
 
 
 @triton.jit
 def _await_choices(
-    call, i, source, awaited, lost, choices_ptr, flags_ptr, status_ptr, channel, rank, timeout_ns,
+    call, i, source, awaited, late, choices_ptr, flags_ptr, status_ptr, channel, rank, timeout_ns,
     R: tl.constexpr, NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr, POLL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Wait until the sources have told of choices i, at most timeout_ns. Returns `lost`, which is
-    not 0 where that was in vain, and then nothing is waited for any more."""
-    late = _first_late(call, i, source, awaited, choices_ptr, R)
-    if (late < R) & (lost == 0):
-        lost += is_fatal(status_ptr, POLL)
+    """Wait until the sources, of which `late` is, have told of choices i, at most timeout_ns.
+    Returns what _read_choices does, and 1 where the wait was in vain."""
+    lost = is_fatal(status_ptr, POLL)
     spins = 0
     began = tl.full((), 0, tl.int64)
     while (late < R) & (lost == 0):
-        late = _first_late(call, i, source, awaited, choices_ptr, R)
+        _slot, _weight, late = _read_choices(call, i, source, awaited, choices_ptr, R)
         spins += 1
         if late < R:
             lost, began = lose_patience(
                 spins, began, flags_ptr, status_ptr, channel, call, late, rank, timeout_ns,
                 NUM_CHANNELS, CHANNELS_P, R, POLL, INTERPRET,
             )  # fmt: skip
-    return lost
+    slot, weight, late = _read_choices(call, i, source, awaited, choices_ptr, R)
+    return slot, weight, lost
 
 
 @triton.jit
-def _unsaid(call, words_ptr, mask):
-    """1 where one of the words is not this call's."""
+def _read_words(call, words_ptr, mask):
+    """Low halves of words, where `mask`, else 0; and 1 where one of them is not this call's."""
     words = tl.load(words_ptr, mask=mask, other=0, volatile=True)
-    return tl.max((mask & (high_half(words) != call)).to(tl.int32))
+    return low_half(words), tl.max((mask & (high_half(words) != call)).to(tl.int32))
 
 
 @triton.jit
-def _await_words(
-    call, words_ptr, mask, lost, status_ptr, POLL: tl.constexpr, INTERPRET: tl.constexpr
-):
-    """Wait for words of programs before this one. Those wait for bounded time and note a failure,
-    after which `lost` comes back as 1."""
-    missing = _unsaid(call, words_ptr, mask)
+def _await_words(call, words_ptr, mask, status_ptr, POLL: tl.constexpr, INTERPRET: tl.constexpr):
+    """Wait for words of programs before this one: those wait for bounded time and note a failure.
+    Returns the words' low halves, and 1 where there has been one."""
+    lost = tl.full((), 0, tl.int32)
     spins = 0
+    words, missing = _read_words(call, words_ptr, mask)
     while (missing > 0) & (lost == 0):
-        missing = _unsaid(call, words_ptr, mask)
+        words, missing = _read_words(call, words_ptr, mask)
         spins += 1
         if (missing > 0) & ((spins % 256 == 0) | INTERPRET):
             lost += is_fatal(status_ptr, POLL)
-    return lost
+    return words, lost
 
 
 @triton.jit
@@ -164,60 +156,56 @@ def index_chunks(
     ids [R, B, K] (-1 where not here) and weights. After a failure nothing counts as here."""
     rows: tl.constexpr = TILE // KP
     num_chunks = (R * bucket + rows - 1) // rows
-    workers = tl.minimum(num_chunks, _WORKERS)
     scanners = (L + _SCANNED - 1) // _SCANNED
     places_ptr = words_ptr + num_chunks.to(tl.int64) * L
     totals_ptr = places_ptr + num_chunks.to(tl.int64) * L
-    if program < workers:
-        _count_chunks(
-            program, workers, num_chunks, call, choices_ptr, words_ptr, alive_ptr, flags_ptr,
-            status_ptr, channel, rank, timeout_ns, bucket, L, K, KP, R, TILE, BINS, NUM_CHANNELS,
-            CHANNELS_P, POLL, INTERPRET,
+    if program < num_chunks:
+        _count_chunk(
+            program, call, choices_ptr, words_ptr, alive_ptr, flags_ptr, status_ptr, channel, rank,
+            timeout_ns, bucket, L, K, KP, R, TILE, BINS, NUM_CHANNELS, CHANNELS_P, POLL, INTERPRET,
         )  # fmt: skip
-    elif program < workers + scanners:
+    elif program < num_chunks + scanners:
         _scan_chunks(
-            program - workers, num_chunks, call, words_ptr, places_ptr, totals_ptr, status_ptr, L,
-            CHUNKS, POLL, INTERPRET,
+            program - num_chunks, num_chunks, call, words_ptr, places_ptr, totals_ptr, status_ptr,
+            L, CHUNKS, POLL, INTERPRET,
         )  # fmt: skip
-    elif program == workers + scanners:
+    elif program == num_chunks + scanners:
         _add_experts(call, totals_ptr, offsets_ptr, status_ptr, capacity, L, BINS, POLL, INTERPRET)
     else:
-        _place_chunks(
-            program - (workers + scanners + 1), workers, num_chunks, call, choices_ptr, places_ptr,
-            totals_ptr + L, alive_ptr, ids_ptr, weights_ptr, row_index_ptr, position_ptr, order_ptr,
+        _place_chunk(
+            program - (num_chunks + scanners + 1), call, choices_ptr, places_ptr, totals_ptr + L,
+            alive_ptr, ids_ptr, weights_ptr, row_index_ptr, position_ptr, order_ptr,
             order_weights_ptr, count_ptr, flags_ptr, status_ptr, channel, rank, timeout_ns, bucket,
             capacity, L, K, KP, R, TILE, EXACT, NUM_CHANNELS, CHANNELS_P, POLL, INTERPRET,
         )  # fmt: skip
 
 
 @triton.jit
-def _count_chunks(
-    program, workers, num_chunks, call, choices_ptr, counts_ptr, alive_ptr, flags_ptr, status_ptr,
-    channel, rank, timeout_ns, bucket, L, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr,
-    TILE: tl.constexpr, BINS: tl.constexpr, NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr,
-    POLL: tl.constexpr, INTERPRET: tl.constexpr,
+def _count_chunk(
+    chunk, call, choices_ptr, counts_ptr, alive_ptr, flags_ptr, status_ptr, channel, rank,
+    timeout_ns, bucket, L, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr,
+    BINS: tl.constexpr, NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr, POLL: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Counts of every workers-th chunk.
+    """Counts of a chunk.
 
-    Example: a chunk whose choices are for experts [2, 0, -1, 2], L = 3: counts 1, 0, 2, and before
-    them 0, 1, 1.
+    Example: choices for experts [2, 0, -1, 2], L = 3: counts 1, 0, 2, and before them 0, 1, 1.
     """
+    _row, i, _inside, source, awaited = _cells(
+        chunk, tl.arange(0, TILE), R * bucket, bucket, alive_ptr, K, KP, TILE
+    )
+    slot, _weight, late = _read_choices(call, i, source, awaited, choices_ptr, R)
     lost = tl.full((), 0, tl.int32)
-    expert = tl.arange(0, BINS)
-    for chunk in range(program, num_chunks, workers):
-        _row, i, _inside, source, awaited = _cells(
-            chunk, tl.arange(0, TILE), R * bucket, bucket, alive_ptr, K, KP, TILE
-        )
-        lost = _await_choices(
-            call, i, source, awaited, lost, choices_ptr, flags_ptr, status_ptr, channel, rank,
+    if late < R:
+        slot, _weight, lost = _await_choices(
+            call, i, source, awaited, late, choices_ptr, flags_ptr, status_ptr, channel, rank,
             timeout_ns, R, NUM_CHANNELS, CHANNELS_P, POLL, INTERPRET,
         )  # fmt: skip
-        slot = _read_slots(call, i, awaited, choices_ptr)
-        counts = tl.histogram(slot, BINS, mask=slot >= 0)
-        before = tl.cumsum(counts, 0) - counts
-        at = (tl.full((), 0, tl.int64) + chunk) * L + expert
-        tl.store(counts_ptr + at, tagged(call, before * 65536 + counts),
-                 mask=(expert < L) & (lost == 0))  # fmt: skip
+    counts = tl.histogram(slot, BINS, mask=slot >= 0)
+    before = tl.cumsum(counts, 0) - counts
+    expert = tl.arange(0, BINS)
+    words_ptr = counts_ptr + chunk.to(tl.int64) * L + expert
+    tl.store(words_ptr, tagged(call, before * 65536 + counts), mask=(expert < L) & (lost == 0))
 
 
 @triton.jit
@@ -237,8 +225,8 @@ def _scan_chunks(
         chunk = first + tl.arange(0, CHUNKS)
         inside = (chunk < num_chunks)[:, None] & (expert < L)[None, :]
         at = chunk.to(tl.int64)[:, None] * L + expert[None, :]
-        lost = _await_words(call, counts_ptr + at, inside, lost, status_ptr, POLL, INTERPRET)
-        words = low_half(tl.load(counts_ptr + at, mask=inside, other=0, volatile=True))
+        words, failed = _await_words(call, counts_ptr + at, inside, status_ptr, POLL, INTERPRET)
+        lost += failed
         counts = words & 0xFFFF
         place = running[None, :] + tl.cumsum(counts, 0) - counts - (words >> 16)
         tl.store(places_ptr + at, tagged(call, place), mask=inside & (lost == 0))
@@ -253,10 +241,7 @@ def _add_experts(
 ):  # fmt: skip
     """offsets [L + 1], for the placing programs as words too."""
     expert = tl.arange(0, BINS)
-    lost = _await_words(
-        call, totals_ptr + expert, expert < L, tl.full((), 0, tl.int32), status_ptr, POLL, INTERPRET
-    )
-    total = low_half(tl.load(totals_ptr + expert, mask=expert < L, other=0, volatile=True))
+    total, lost = _await_words(call, totals_ptr + expert, expert < L, status_ptr, POLL, INTERPRET)
     total = tl.where(lost == 0, total, 0)
     offset = tl.cumsum(total, 0) - total
     tl.store(totals_ptr + L + expert, tagged(call, offset), mask=(expert <= L) & (lost == 0))
@@ -266,67 +251,65 @@ def _add_experts(
 
 
 @triton.jit
-def _place_chunks(
-    program, workers, num_chunks, call, choices_ptr, places_ptr, first_ptr, alive_ptr, ids_ptr,
-    weights_ptr, row_index_ptr, position_ptr, order_ptr, order_weights_ptr, count_ptr, flags_ptr,
-    status_ptr, channel, rank, timeout_ns, bucket, capacity, L, K: tl.constexpr, KP: tl.constexpr,
+def _place_chunk(
+    chunk, call, choices_ptr, places_ptr, first_ptr, alive_ptr, ids_ptr, weights_ptr,
+    row_index_ptr, position_ptr, order_ptr, order_weights_ptr, count_ptr, flags_ptr, status_ptr,
+    channel, rank, timeout_ns, bucket, capacity, L, K: tl.constexpr, KP: tl.constexpr,
     R: tl.constexpr, TILE: tl.constexpr, EXACT: tl.constexpr, NUM_CHANNELS: tl.constexpr,
     CHANNELS_P: tl.constexpr, POLL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Everything of the rows of every workers-th chunk. first_ptr: words of the offsets."""
+    """Everything of a chunk's rows. first_ptr: words of the offsets."""
     ROWS: tl.constexpr = TILE // KP
-    counts: tl.constexpr = tl.int32 if EXACT else tl.float32
+    kind: tl.constexpr = tl.int32 if EXACT else tl.float32
     num_rows = R * bucket
     cell = tl.arange(0, TILE)
+    row, i, inside, source, awaited = _cells(chunk, cell, num_rows, bucket, alive_ptr, K, KP, TILE)
+    slot, weight, late = _read_choices(call, i, source, awaited, choices_ptr, R)
     lost = tl.full((), 0, tl.int32)
-    for chunk in range(program, num_chunks, workers):
-        row, i, inside, source, awaited = _cells(
-            chunk, cell, num_rows, bucket, alive_ptr, K, KP, TILE
-        )
-        lost = _await_choices(
-            call, i, source, awaited, lost, choices_ptr, flags_ptr, status_ptr, channel, rank,
+    if late < R:
+        slot, weight, lost = _await_choices(
+            call, i, source, awaited, late, choices_ptr, flags_ptr, status_ptr, channel, rank,
             timeout_ns, R, NUM_CHANNELS, CHANNELS_P, POLL, INTERPRET,
         )  # fmt: skip
-        slot = _read_slots(call, i, awaited, choices_ptr)
-        slot = tl.where(lost == 0, slot, -1)
-        here = slot >= 0
-        bits = tl.load(choices_ptr + 2 * i.to(tl.int64) + 1, mask=here, other=0, volatile=True)
-        weight = low_half(bits).to(tl.float32, bitcast=True)
-        # Choices of the chunk that are for experts before, or for the same and come before.
-        key = slot * TILE + cell
-        keys = tl.where(here, key, 0x7FFFFFFF).to(counts)
-        key = key.to(counts)
-        # Queries along the threads of a warp, so that their counts are added up in registers.
-        smaller = tl.zeros([_KEYS, TILE], counts)
-        for first in range(0, TILE, _KEYS):
-            some = tl.gather(keys, first + tl.arange(0, _KEYS), 0)
-            smaller = count_smaller(smaller, key[None, :], some[:, None], EXACT)
-        place = tl.sum(smaller, 0).to(tl.int32)
-        places_at = places_ptr + (tl.full((), 0, tl.int64) + chunk) * L + tl.where(here, slot, 0)
-        first_at = first_ptr + tl.where(here, slot, 0)
-        all_at = first_ptr + L + cell * 0
-        lost = _await_words(call, places_at, here, lost, status_ptr, POLL, INTERPRET)
-        lost = _await_words(call, first_at, here, lost, status_ptr, POLL, INTERPRET)
-        lost = _await_words(call, all_at, cell >= 0, lost, status_ptr, POLL, INTERPRET)
-        place += low_half(tl.load(places_at, mask=here, other=0, volatile=True))
-        place += low_half(tl.load(first_at, mask=here, other=0, volatile=True))
-        total = tl.where(lost == 0, low_half(tl.load(all_at, volatile=True)), 0)
-        slot = tl.where(lost == 0, slot, -1)
-        here = slot >= 0
-        kept = here & (place < capacity)
-        position = tl.where(kept, place, -1)
-        tl.store(row_index_ptr + place, row, mask=kept)
-        tl.store(row_index_ptr + i, -1, mask=inside & (i >= total) & (i < capacity))
-        tl.store(position_ptr + i, position, mask=inside)
-        tl.store(ids_ptr + i, slot, mask=inside)
-        tl.store(weights_ptr + i, weight, mask=here)
-        # The order in which combine adds.
-        present = tl.reshape(here.to(tl.int32), (ROWS, KP))
-        before_it = tl.reshape(tl.cumsum(present, 1), (ROWS * KP,)) - 1
-        tl.store(order_ptr + row * K + before_it, position, mask=here)
-        tl.store(order_weights_ptr + row * K + before_it, weight, mask=here)
-        rows_here = chunk * ROWS + tl.arange(0, ROWS)
-        tl.store(count_ptr + rows_here, tl.sum(present, 1), mask=rows_here < num_rows)
+    # Choices of the chunk that are for experts before, or for the same and come before.
+    key = slot * TILE + cell
+    keys = tl.where(slot >= 0, key, 0x7FFFFFFF).to(kind)
+    key = key.to(kind)
+    # Queries along the threads of a warp, so that their counts are added up in registers.
+    smaller = tl.zeros([_KEYS, TILE], kind)
+    for first in range(0, TILE, _KEYS):
+        some = tl.gather(keys, first + tl.arange(0, _KEYS), 0)
+        smaller = count_smaller(smaller, key[None, :], some[:, None], EXACT)
+    place = tl.sum(smaller, 0).to(tl.int32)
+    expert = tl.maximum(slot, 0)
+    places_ptr += chunk.to(tl.int64) * L + expert
+    before, failed = _await_words(call, places_ptr, slot >= 0, status_ptr, POLL, INTERPRET)
+    # Of the end too, for the tail of row_index.
+    start, more_failed = _await_words(
+        call, first_ptr + expert, slot >= 0, status_ptr, POLL, INTERPRET
+    )
+    total, all_failed = _await_words(
+        call, first_ptr + L + cell * 0, cell >= 0, status_ptr, POLL, INTERPRET
+    )
+    lost += failed + more_failed + all_failed
+    place += before + start
+    total = tl.where(lost == 0, total, 0)
+    slot = tl.where(lost == 0, slot, -1)
+    here = slot >= 0
+    kept = here & (place < capacity)
+    position = tl.where(kept, place, -1)
+    tl.store(row_index_ptr + place, row, mask=kept)
+    tl.store(row_index_ptr + i, -1, mask=inside & (i >= total) & (i < capacity))
+    tl.store(position_ptr + i, position, mask=inside)
+    tl.store(ids_ptr + i, slot, mask=inside)
+    tl.store(weights_ptr + i, weight, mask=here)
+    # The order in which combine adds.
+    present = tl.reshape(here.to(tl.int32), (ROWS, KP))
+    before_it = tl.reshape(tl.cumsum(present, 1), (ROWS * KP,)) - 1
+    tl.store(order_ptr + row * K + before_it, position, mask=here)
+    tl.store(order_weights_ptr + row * K + before_it, weight, mask=here)
+    rows_here = chunk * ROWS + tl.arange(0, ROWS)
+    tl.store(count_ptr + rows_here, tl.sum(present, 1), mask=rows_here < num_rows)
 
 
 def chunks_of(num_rows: int, padded_topk: int, tile: int) -> int:
@@ -336,7 +319,7 @@ def chunks_of(num_rows: int, padded_topk: int, tile: int) -> int:
 
 def indexing_programs(num_chunks: int, num_local_experts: int) -> int:
     """Programs of index_chunks."""
-    return 2 * min(num_chunks, WORKERS) + -(-num_local_experts // SCANNED) + 1
+    return 2 * num_chunks + -(-num_local_experts // SCANNED) + 1
 
 
 def num_words(num_chunks: int, num_local_experts: int) -> int:
