@@ -28,10 +28,11 @@ from moe_comm.config import EPConfig
 from moe_comm.launch import results
 from moe_comm.launch.gpu_check import summary_path
 
-# Small enough for the sanitizer, and each a way of its own: both modes, quantized wires, 8 ranks.
+# Small enough for the sanitizer, and each a way of its own: both modes, quantized wires, 8 ranks,
+# choices that are ranked and that are counted.
 SELECTION = (
-    "test_virtual_pair and (tokens1 or tokens2) or test_virtual_wires and 2880"
-    " or test_virtual_ranks and 8 or test_virtual_uneven"
+    "test_virtual_pair and (tokens1 or tokens2) or test_virtual_choices and tokens0"
+    " or test_virtual_wires and 2880 or test_virtual_ranks and 8 or test_virtual_uneven"
 )
 DEFINITIONS = {
     "memcheck": "params.tests by outcome under compute-sanitizer --tool memcheck; wrong: errors "

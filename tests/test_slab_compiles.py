@@ -130,6 +130,7 @@ def launch(
     [
         (2, 128, 128, "low-latency", {}),
         (2, 1, 1, "low-latency", {"dispatch_wire": "fp8", "combine_wire": "mxfp8"}),
+        (2, 600, 600, "low-latency", {"dispatch_wire": "fp8"}),
         (2, 600, 600, "high-throughput", {"hidden": 2880}),
         (2, 600, 600, "high-throughput", {"dispatch_wire": "fp8"}),
         (9, 3, 5, "low-latency", {"num_experts": 10, "num_topk": 3, "hidden": 64}),

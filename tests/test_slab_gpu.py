@@ -64,6 +64,17 @@ def test_virtual_ranks(num_ranks, mode) -> None:
 
 
 @gpu
+@pytest.mark.parametrize(("num_ranks", "tokens"), [(2, (3, 127)), (2, (600, 513)), (8, (40,) * 8)])
+def test_virtual_choices_that_are_counted(num_ranks, tokens) -> None:
+    config = EPConfig(num_experts=896, num_topk=16, hidden=512, max_tokens_per_rank=max(tokens))
+    tuning = SlabTuning(mode="low-latency", ranked_choices=0)
+    here = VirtualWorld(config, num_ranks, torch.device("cuda", 0), tuning)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(2):
+        here.round_trip(tokens, generator)
+
+
+@gpu
 def test_virtual_uneven_placement_with_copies() -> None:
     slots = (tuple(range(10)), (), (3, 3, 1))
     here = world(

@@ -195,7 +195,7 @@ class DispatchKernel(PutLaunches):
                 QUERY=tuning.queries_of(ranking_choices), KEYS=keys,
                 KEYS_UNROLL=min(16, next_power_of_2(-(-ranking_choices // keys))),
                 CHUNKED=chunked, BINS=next_power_of_2(self.num_local_experts + 1),
-                CHUNKS=64 if chunks <= 64 else counting.SCANNED_CHUNKS,
+                CHUNKS=min(counting.SCANNED_CHUNKS, 64 if chunks <= 64 else 256),
                 # Sort keys are whole numbers in fp32, unless they are too large for it.
                 EXACT=self._interpret or largest_key >= 1 << 24,
                 POLL=self._poll(warps), num_warps=warps, **self._common,
