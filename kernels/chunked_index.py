@@ -13,14 +13,16 @@ before it, so that it need not run beside any that come later:
 
 1. counting programs, one a chunk: how many choices each expert has there;
 2. scanning programs have experts each: the expert's choices in all chunks before. The last of them
-   adds up the experts;
+   writes the offsets;
 3. placing programs, one a chunk: before a choice's row come those of the experts before, and of its
    own expert those of the chunks before, and of the chunk itself.
 
 What they tell each other are words too, in memory of the slot's own (`words`, int64, `num_words`):
 counts [N, L] (in the upper 16 bits of the low half how many of the chunk's choices are for experts
 before, in the lower 16 how many for this one), places [N, L] (the expert's choices in the chunks
-before, less the former), totals [L] and offsets [L + 1].
+before, less the former), totals [L].
+
+What is read while others write it has an element a thread at least: see moe_comm.kernels.signal.
 """
 
 from __future__ import annotations
@@ -170,13 +172,15 @@ def index_chunks(
             L, CHUNKS, POLL, INTERPRET,
         )  # fmt: skip
     elif program == num_chunks + scanners:
-        _add_experts(call, totals_ptr, offsets_ptr, status_ptr, capacity, L, BINS, POLL, INTERPRET)
+        _write_offsets(
+            call, totals_ptr, offsets_ptr, status_ptr, capacity, L, BINS, POLL, INTERPRET
+        )
     else:
         _place_chunk(
-            program - (num_chunks + scanners + 1), call, choices_ptr, places_ptr, totals_ptr + L,
+            program - (num_chunks + scanners + 1), call, choices_ptr, places_ptr, totals_ptr,
             alive_ptr, ids_ptr, weights_ptr, row_index_ptr, position_ptr, order_ptr,
             order_weights_ptr, count_ptr, flags_ptr, status_ptr, channel, rank, timeout_ns, bucket,
-            capacity, L, K, KP, R, TILE, EXACT, NUM_CHANNELS, CHANNELS_P, POLL, INTERPRET,
+            capacity, L, K, KP, R, TILE, BINS, EXACT, NUM_CHANNELS, CHANNELS_P, POLL, INTERPRET,
         )  # fmt: skip
 
 
@@ -235,30 +239,39 @@ def _scan_chunks(
 
 
 @triton.jit
-def _add_experts(
+def _read_offsets(
+    call, totals_ptr, status_ptr, L, BINS: tl.constexpr, POLL: tl.constexpr, INTERPRET: tl.constexpr
+):
+    """[BINS]: the choices of all experts before each; all choices; 1 after a failure."""
+    expert = tl.arange(0, BINS)
+    totals, lost = _await_words(call, totals_ptr + expert, expert < L, status_ptr, POLL, INTERPRET)
+    return tl.cumsum(totals, 0) - totals, tl.sum(totals, 0), lost
+
+
+@triton.jit
+def _write_offsets(
     call, totals_ptr, offsets_ptr, status_ptr, capacity, L, BINS: tl.constexpr, POLL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """offsets [L + 1], for the placing programs as words too."""
+    """offsets [L + 1]."""
+    offsets, total, lost = _read_offsets(call, totals_ptr, status_ptr, L, BINS, POLL, INTERPRET)
     expert = tl.arange(0, BINS)
-    total, lost = _await_words(call, totals_ptr + expert, expert < L, status_ptr, POLL, INTERPRET)
-    total = tl.where(lost == 0, total, 0)
-    offset = tl.cumsum(total, 0) - total
-    tl.store(totals_ptr + L + expert, tagged(call, offset), mask=(expert <= L) & (lost == 0))
-    tl.store(offsets_ptr + expert, tl.minimum(offset, capacity), mask=expert <= L)
-    if tl.sum(total, 0) > capacity:
+    offsets = tl.where(lost == 0, tl.minimum(offsets, capacity), 0)
+    tl.store(offsets_ptr + expert, offsets, mask=expert <= L)
+    if (lost == 0) & (total > capacity):
         tl.atomic_or(status_ptr, 2)
 
 
 @triton.jit
 def _place_chunk(
-    chunk, call, choices_ptr, places_ptr, first_ptr, alive_ptr, ids_ptr, weights_ptr,
+    chunk, call, choices_ptr, places_ptr, totals_ptr, alive_ptr, ids_ptr, weights_ptr,
     row_index_ptr, position_ptr, order_ptr, order_weights_ptr, count_ptr, flags_ptr, status_ptr,
     channel, rank, timeout_ns, bucket, capacity, L, K: tl.constexpr, KP: tl.constexpr,
-    R: tl.constexpr, TILE: tl.constexpr, EXACT: tl.constexpr, NUM_CHANNELS: tl.constexpr,
-    CHANNELS_P: tl.constexpr, POLL: tl.constexpr, INTERPRET: tl.constexpr,
+    R: tl.constexpr, TILE: tl.constexpr, BINS: tl.constexpr, EXACT: tl.constexpr,
+    NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr, POLL: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Everything of a chunk's rows. first_ptr: words of the offsets."""
+    """Everything of a chunk's rows."""
     ROWS: tl.constexpr = TILE // KP
     kind: tl.constexpr = tl.int32 if EXACT else tl.float32
     num_rows = R * bucket
@@ -284,15 +297,11 @@ def _place_chunk(
     expert = tl.maximum(slot, 0)
     places_ptr += chunk.to(tl.int64) * L + expert
     before, failed = _await_words(call, places_ptr, slot >= 0, status_ptr, POLL, INTERPRET)
-    # Of the end too, for the tail of row_index.
-    start, more_failed = _await_words(
-        call, first_ptr + expert, slot >= 0, status_ptr, POLL, INTERPRET
+    offsets, total, all_failed = _read_offsets(
+        call, totals_ptr, status_ptr, L, BINS, POLL, INTERPRET
     )
-    total, all_failed = _await_words(
-        call, first_ptr + L + cell * 0, cell >= 0, status_ptr, POLL, INTERPRET
-    )
-    lost += failed + more_failed + all_failed
-    place += before + start
+    lost += failed + all_failed
+    place += before + tl.gather(offsets, expert, 0)
     total = tl.where(lost == 0, total, 0)
     slot = tl.where(lost == 0, slot, -1)
     here = slot >= 0
@@ -324,4 +333,4 @@ def indexing_programs(num_chunks: int, num_local_experts: int) -> int:
 
 def num_words(num_chunks: int, num_local_experts: int) -> int:
     """Entries of `words`."""
-    return 2 * num_chunks * num_local_experts + 2 * num_local_experts + 1
+    return (2 * num_chunks + 1) * num_local_experts

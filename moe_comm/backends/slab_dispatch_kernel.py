@@ -194,7 +194,8 @@ class DispatchKernel(PutLaunches):
                 SEND=send, RECEIVE=receive, RANKED=ranked, P=starts, TILE=tile,
                 QUERY=tuning.queries_of(ranking_choices), KEYS=keys,
                 KEYS_UNROLL=min(16, next_power_of_2(-(-ranking_choices // keys))),
-                CHUNKED=chunked, BINS=next_power_of_2(self.num_local_experts + 1),
+                # An element a thread at least, as in self._tile.
+                CHUNKED=chunked, BINS=max(next_power_of_2(self.num_local_experts + 1), 32 * warps),
                 CHUNKS=min(counting.SCANNED_CHUNKS, 64 if chunks <= 64 else 256),
                 # Sort keys are whole numbers in fp32, unless they are too large for it.
                 EXACT=self._interpret or largest_key >= 1 << 24,
