@@ -27,7 +27,7 @@ MOST_AT_ONCE = 132
 _KERNELS = (
     "choice_route.py", "chunked_index.py", "combine.py", "dispatch.py", "expert_index.py",
     "put_rows.py", "quantize.py", "ranked_index.py", "returned_rows.py", "signal.py",
-    "slot_signals.py",
+    "slot_signals.py", "told_rows.py",
 )  # fmt: skip
 PROGRAM_KNOBS = ("dispatch_programs", "combine_programs")
 

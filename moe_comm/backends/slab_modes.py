@@ -46,6 +46,7 @@ class SlabTuning:
             itself; beyond, the last one does for all.
         ranked_choices: up to this many choices of a rank, at most 4096, its sources rank them; more
             are counted by the receiver.
+        told_tokens: up to this many tokens of a rank, at most 256, rows tell of themselves.
         index_registers: the most registers of a thread of a dispatch that counts them, so that more
             programs run at once; 0: as many as the compiler takes.
         index_queries: choices that one program ranks; 0: by the number of choices.
@@ -68,6 +69,7 @@ class SlabTuning:
     combine_unroll: int = 0
     direct_ranks: int = 8
     ranked_choices: int = 4096
+    told_tokens: int = 256
     index_registers: int = 64
     index_queries: int = 0
     put_programs: int = 128
