@@ -18,7 +18,7 @@ def test_counted_choices_under_the_interpreter(interpreted) -> None:
     interpreted()
 
 
-def _world(num_ranks=3, **shape):
+def _world(num_ranks=3, counted=1 << 20, **shape):
     from slab_world import VirtualWorld
 
     from moe_comm import EPConfig
@@ -27,7 +27,8 @@ def _world(num_ranks=3, **shape):
     config = EPConfig(
         **{"num_experts": 10, "num_topk": 4, "hidden": 32, "max_tokens_per_rank": 9} | shape
     )
-    return VirtualWorld(config, num_ranks, CPU, SlabTuning(mode="low-latency", ranked_choices=0))
+    tuning = SlabTuning(mode="low-latency", ranked_choices=0, counted_choices=counted)
+    return VirtualWorld(config, num_ranks, CPU, tuning)
 
 
 @inside
@@ -61,6 +62,15 @@ def test_chunks_beyond_those_that_are_scanned_at_a_time(monkeypatch) -> None:
     world = _world(2, max_tokens_per_rank=24, num_topk=32, num_experts=40, hidden=8)
     inputs = world.inputs((24, 19), torch.Generator().manual_seed(8))
     world.check_dispatched(world.dispatch(inputs), world.reference.dispatch(inputs))
+
+
+@inside
+def test_more_choices_are_indexed_by_launches_of_their_own() -> None:
+    world = _world(counted=35)
+    assert world.engines[0].tuning.counted_choices < 9 * world.config.num_topk
+    generator = torch.Generator().manual_seed(15)
+    for tokens, bucket in (((9, 0, 4), 9), ((8, 8, 3), 8), ((9, 9, 9), 9)):
+        world.round_trip(tokens, generator, bucket=bucket)
 
 
 @inside

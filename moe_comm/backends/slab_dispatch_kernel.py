@@ -68,9 +68,10 @@ class DispatchKernel(PutLaunches):
         rows_copied: bool = False, release_after: bool = True, staged: Staged | None = None,
     ) -> None:  # fmt: skip
         """Put ids, weights and rows, where `rows_copied` those of this rank alone; wait for every
-        source; index, in launches of their own beside copies and puts."""
+        source; index, in launches of their own where choices are very many."""
         from moe_comm.kernels.dispatch import ID_TOKENS, _dispatch_kernel
         from moe_comm.kernels.ranked_index import ranking_programs
+        from moe_comm.kernels.signal import ROWS
 
         inputs: Inputs = call.prepared
         number, bucket = call.slot, call.bucket
@@ -108,6 +109,8 @@ class DispatchKernel(PutLaunches):
         launch(_dispatch_kernel, count, places, form, given)
         if receive and not form.indexes and call.reuse is None:
             self._index_by_launches(call)
+            if self._rows_apart(plan):
+                self._wait(number, ROWS, releases=rows if direct else 1)
 
     def _rows_apart(self, plan: Plan) -> bool:
         """Whether the dispatch kernel releases rows by themselves."""
@@ -195,7 +198,7 @@ class DispatchKernel(PutLaunches):
             choices, starts = bucket * config.num_topk, self._starts
             most_ranked = min(tuning.ranked_choices, ranking.RANKED_CHOICES)
             ranked = apart and indexes and choices <= most_ranked
-            chunked = apart and indexes and not ranked
+            chunked = apart and indexes and not ranked and choices <= tuning.counted_choices
             tile, padded = self._tile(), next_power_of_2(config.num_topk)
             chunks = counting.chunks_of(self.num_ranks * bucket, padded, tile)
             blocks = -(-config.hidden // block)
@@ -227,7 +230,8 @@ class DispatchKernel(PutLaunches):
                 ROW_ALIGN=alignment(config.hidden * inputs.value_bytes),
                 TOKENS=ID_TOKENS, T_ON_DEVICE=inputs.on_device, RELEASE_IDS=releases,
                 RELEASE_ROWS=releases,
-                WAIT_ROWS=apart and not told, TOLD=told,
+                # Where later launches index, yet another one waits for the rows.
+                WAIT_ROWS=apart and not told and (ranked or chunked or not indexes), TOLD=told,
                 DIRECT=plan.mode == "low-latency" and self._tells_directly,
                 SEND=send, RECEIVE=receive, RANKED=ranked, P=starts, TILE=tile,
                 QUERY=tuning.queries_of(ranking_choices), KEYS=keys,

@@ -44,8 +44,9 @@ class SlabTuning:
             once, on few multiprocessors too; 0: as many as the compiler takes.
         direct_ranks: up to this many ranks each program of a low-latency call tells every rank
             itself; beyond, the last one does for all.
-        ranked_choices: up to this many choices of a rank, at most 4096, its sources rank them; more
-            are counted by the receiver.
+        ranked_choices: up to this many choices of a rank, at most 4096, the rank itself ranks them.
+        counted_choices: up to this many the launch that receives them counts them; more are indexed
+            by launches of their own.
         told_tokens: up to this many tokens of a rank, at most 256, rows tell of themselves.
         index_registers: the most registers of a thread of a dispatch that counts them, so that more
             programs run at once; 0: as many as the compiler takes.
@@ -69,6 +70,7 @@ class SlabTuning:
     combine_unroll: int = 0
     direct_ranks: int = 8
     ranked_choices: int = 4096
+    counted_choices: int = 1 << 20
     told_tokens: int = 256
     index_registers: int = 64
     index_queries: int = 0
