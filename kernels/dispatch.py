@@ -268,7 +268,7 @@ def _dispatch_kernel(
             takers = 0
             if TOLD:
                 takers += (R - 1) * bucket * ((H + BLOCK - 1) // BLOCK)
-            # The last one waits for releases, the others take rows and index.
+            # First those that index, then those that take rows; the last one waits for releases.
             if program == tl.num_programs(0) - 1:
                 arrived = wait(
                     flags_ptr, alive_ptr, state_ptr, status_ptr, channel, want, rank, timeout_ns,
@@ -284,22 +284,24 @@ def _dispatch_kernel(
                         wanted(state_ptr, rows_channel, row_releases), rank, timeout_ns,
                         NUM_CHANNELS, CHANNELS_P, R, RP, POLL, INTERPRET,
                     )  # fmt: skip
-            elif program < senders + takers:
+            elif RANKED:
+                takes = program >= tl.num_programs(0) - 1 - takers
                 if TOLD:
-                    take_row(
-                        program - senders, want, arriving_ptr, arriving_scales_ptr, told_ptr,
-                        rows_bits_ptr, scales_bits_ptr, alive_ptr, flags_ptr, status_ptr, channel,
-                        rank, timeout_ns, bucket, H, G, BLOCK, GROUP, WIRE, R, NUM_CHANNELS,
+                    if takes:
+                        take_row(
+                            program - (tl.num_programs(0) - 1 - takers), want, arriving_ptr,
+                            arriving_scales_ptr, told_ptr, rows_bits_ptr, scales_bits_ptr,
+                            alive_ptr, flags_ptr, status_ptr, channel, rank, timeout_ns, bucket, H,
+                            G, BLOCK, GROUP, WIRE, R, NUM_CHANNELS, CHANNELS_P, POLL, INTERPRET,
+                        )  # fmt: skip
+                if takes == 0:
+                    index_ranked(
+                        program - senders, want, choices_ptr, starts_ptr, alive_ptr, ids_ptr,
+                        weights_ptr, offsets_ptr, row_index_ptr, position_ptr, order_ptr,
+                        order_weights_ptr, order_count_ptr, flags_ptr, status_ptr, channel, rank,
+                        timeout_ns, bucket, capacity, L, K, KP, P, R, TILE, NUM_CHANNELS,
                         CHANNELS_P, POLL, INTERPRET,
                     )  # fmt: skip
-            elif RANKED:
-                index_ranked(
-                    program - senders - takers, want, choices_ptr, starts_ptr, alive_ptr, ids_ptr,
-                    weights_ptr, offsets_ptr, row_index_ptr, position_ptr, order_ptr,
-                    order_weights_ptr, order_count_ptr, flags_ptr, status_ptr, channel, rank,
-                    timeout_ns, bucket, capacity, L, K, KP, P, R, TILE, NUM_CHANNELS, CHANNELS_P,
-                    POLL, INTERPRET,
-                )  # fmt: skip
             elif CHUNKED:
                 index_chunks(
                     program - senders, want, choices_ptr, words_ptr, alive_ptr, ids_ptr,
