@@ -40,9 +40,9 @@ def _world(num_ranks=3, counted=1 << 20, **shape):
         (3, (9, 0, 4), {}),
         (3, (0, 0, 0), {}),
         # Chunks that hold rows of two sources, and the last of them in part.
-        (2, (70, 33), {"max_tokens_per_rank": 70}),
+        (2, (66, 5), {"max_tokens_per_rank": 66, "hidden": 8}),
         # Rows of fewer choices than cells, more experts than one program scans.
-        (2, (40, 37), {"max_tokens_per_rank": 40, "num_topk": 7, "num_experts": 41}),
+        (2, (36, 7), {"max_tokens_per_rank": 36, "hidden": 8, "num_topk": 7, "num_experts": 41}),
         (9, (3, 0, 1, 2, 3, 3, 0, 2, 1), {"max_tokens_per_rank": 3, "num_experts": 20}),
     ],
 )
@@ -86,8 +86,8 @@ def test_second_slot_and_another_bucket() -> None:
 
 @inside
 def test_every_choice_of_one_expert() -> None:
-    world = _world(3, max_tokens_per_rank=80)
-    inputs = world.inputs((80, 4, 66), torch.Generator().manual_seed(10))
+    world = _world(3, max_tokens_per_rank=40)
+    inputs = world.inputs((40, 4, 36), torch.Generator().manual_seed(10))
     inputs = [replace(given, topk_idx=torch.full_like(given.topk_idx, 5)) for given in inputs]
     world.check_dispatched(world.dispatch(inputs), world.reference.dispatch(inputs))
 
