@@ -133,14 +133,14 @@ def _note_tokens(
 
 @triton.jit(
     do_not_specialize=[
-        "num_tokens_host", "num_rows", "id_programs", "row_programs",
+        "num_tokens_host", "num_rows", "num_copied", "id_programs", "row_programs",
         "releases", "row_releases", "channel", "rows_channel", "combine_channel", "rank", "bucket",
         "capacity", "E", "L", "timeout_ns",
     ]
 )  # fmt: skip
 def _dispatch_kernel(
     x_ptr, scales_ptr, topk_idx_ptr, topk_weights_ptr, payload_ptr, num_tokens_ptr, num_tokens_host,
-    num_rows, stride_x, id_programs, row_programs, releases, row_releases,
+    num_rows, num_copied, stride_x, id_programs, row_programs, releases, row_releases,
     copy_table_ptr, num_copies_ptr, alive_ptr, peers_ptr,
     rows_offset, scales_offset, ids_offset, weights_offset, choices_offset, starts_offset,
     payload_offset, arriving_offset, arriving_scales_offset, told_offset, flags_offset,
@@ -243,8 +243,8 @@ def _dispatch_kernel(
                         token, item % blocks, num_tokens, usable, call, x_ptr, scales_ptr,
                         topk_idx_ptr, payload_ptr, copy_table_ptr, num_copies_ptr, alive_ptr,
                         peers_ptr, rows_offset, scales_offset, payload_offset, arriving_offset,
-                        arriving_scales_offset, told_offset, rank, bucket, E, stride_x, H, G, GP,
-                        GROUP, K, KP, C, R, BLOCK, WIRE, VALUE_BYTES, PAYLOAD, PAYLOAD_P,
+                        arriving_scales_offset, told_offset, num_copied, rank, bucket, E, stride_x,
+                        H, G, GP, GROUP, K, KP, C, R, BLOCK, WIRE, VALUE_BYTES, PAYLOAD, PAYLOAD_P,
                         ROWS_COPIED, ROW_ALIGN, TOLD, RP,
                     )  # fmt: skip
                 if RELEASE_ROWS and not TOLD:

@@ -2,8 +2,9 @@
 
 Legend: T tokens here, R ranks, B the bucket, H hidden, G scale groups, K choices, C copies of an
 expert. Where they go: moe_comm.kernels.dispatch. WIRE is 0 to copy elements, 1 to quantize bf16 to
-fp8 on the way, 2 to mxfp8; ROWS_COPIED says that copies bring rows to other ranks, so that none are
-put there; TOLD that rows tell of themselves (moe_comm.kernels.told_rows).
+fp8 on the way, 2 to mxfp8; ROWS_COPIED says that copies bring the rows of tokens below `num_copied`
+to other ranks, so that they are not put there; TOLD that rows tell of themselves
+(moe_comm.kernels.told_rows).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from moe_comm.kernels.told_rows import has_empty, tell_row
 def put_row(
     token, block, num_tokens, usable, call, x_ptr, scales_ptr, topk_idx_ptr, payload_ptr,
     copy_table_ptr, num_copies_ptr, alive_ptr, peers_ptr, rows_offset, scales_offset,
-    payload_offset, arriving_offset, arriving_scales_offset, told_offset, rank, bucket, E, stride_x,
+    payload_offset, arriving_offset, arriving_scales_offset, told_offset, num_copied,
+    rank, bucket, E, stride_x,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
     KP: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr,
     VALUE_BYTES: tl.constexpr, PAYLOAD: tl.constexpr, PAYLOAD_P: tl.constexpr,
@@ -57,16 +59,16 @@ def put_row(
             _put_row_to_peer(
                 step, token, block, usable, values, scale, to_rank, in_row, column, scales_ptr,
                 payload_ptr, peers_ptr, rows_offset, scales_offset, payload_offset, others_rows,
-                others_scales, rank, bucket, H, G, GP, GROUP, R, BLOCK, WIRE, VALUE_BYTES, PAYLOAD,
-                PAYLOAD_P, ROWS_COPIED, ROW_ALIGN,
+                others_scales, num_copied, rank, bucket, H, G, GP, GROUP, R, BLOCK, WIRE,
+                VALUE_BYTES, PAYLOAD, PAYLOAD_P, ROWS_COPIED, ROW_ALIGN,
             )  # fmt: skip
     else:
         for step in range(R):
             _put_row_to_peer(
                 step, token, block, usable, values, scale, to_rank, in_row, column, scales_ptr,
                 payload_ptr, peers_ptr, rows_offset, scales_offset, payload_offset, others_rows,
-                others_scales, rank, bucket, H, G, GP, GROUP, R, BLOCK, WIRE, VALUE_BYTES, PAYLOAD,
-                PAYLOAD_P, ROWS_COPIED, ROW_ALIGN,
+                others_scales, num_copied, rank, bucket, H, G, GP, GROUP, R, BLOCK, WIRE,
+                VALUE_BYTES, PAYLOAD, PAYLOAD_P, ROWS_COPIED, ROW_ALIGN,
             )  # fmt: skip
     if TOLD:
         tell_row(
@@ -78,7 +80,8 @@ def put_row(
 @triton.jit
 def _put_row_to_peer(
     step, token, block, usable, values, scale, to_rank, in_row, column, scales_ptr, payload_ptr,
-    peers_ptr, rows_offset, scales_offset, payload_offset, others_rows, others_scales, rank, bucket,
+    peers_ptr, rows_offset, scales_offset, payload_offset, others_rows, others_scales,
+    num_copied, rank, bucket,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr,
     BLOCK: tl.constexpr, WIRE: tl.constexpr, VALUE_BYTES: tl.constexpr, PAYLOAD: tl.constexpr,
     PAYLOAD_P: tl.constexpr, ROWS_COPIED: tl.constexpr, ROW_ALIGN: tl.constexpr,
@@ -92,7 +95,7 @@ def _put_row_to_peer(
     rows_at = base + tl.where(peer == rank, rows_offset, others_rows)
     send_row = reached & (usable != 0)
     if ROWS_COPIED:
-        send_row = send_row & (peer == rank)
+        send_row = send_row & ((peer == rank) | (token >= num_copied))
     rows_ptr = (rows_at + row * (H * VALUE_BYTES)).to(tl.pointer_type(values.dtype))
     # Rows are aligned, which an address that was loaded does not show: without the hint they would
     # be stored two bytes at a time.

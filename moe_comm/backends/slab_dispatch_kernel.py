@@ -102,7 +102,7 @@ class DispatchKernel(PutLaunches):
         given = (
             inputs.x, inputs.scales, inputs.topk_idx, inputs.topk_weights, inputs.payload,
             inputs.num_tokens, 0 if inputs.on_device else call.num_tokens, call.num_rows,
-            inputs.x.stride(0), ids, rows,
+            self._num_copied(call), inputs.x.stride(0), ids, rows,
             ids if direct and not form.indexes else 1, rows if direct else 1,
         )  # fmt: skip
         count = (ids + rows if send else 0) + (form.receivers if receive else 0)
@@ -111,6 +111,10 @@ class DispatchKernel(PutLaunches):
             self._index_by_launches(call)
             if self._rows_apart(plan):
                 self._wait(number, ROWS, releases=rows if direct else 1)
+
+    def _num_copied(self, call: DispatchCall) -> int:
+        """Rows of a high-throughput dispatch that copies bring to others; stores bring the rest."""
+        return round(call.num_rows * self.tuning.copied_share)
 
     def _rows_apart(self, plan: Plan) -> bool:
         """Whether the dispatch kernel releases rows by themselves."""
@@ -131,7 +135,7 @@ class DispatchKernel(PutLaunches):
         }
         told = self._told_places(number, value_bytes)
         return Places(
-            _dispatch_kernel, 13,
+            _dispatch_kernel, 14,
             copy_table_ptr=self.routing_table, num_copies_ptr=self.num_copies,
             alive_ptr=self.alive, peers_ptr=self.memory.peers if staged is None else staged.table,
             rows_offset=offsets["dispatch_rows"], scales_offset=offsets["dispatch_scales"],
