@@ -34,8 +34,8 @@ class SlabTuning:
         mode: "low-latency", "high-throughput", or "auto" by the bucket.
         copy_from_bytes: bytes to one peer from which dispatch takes copies instead of stores, where
             the wire does not quantize.
-        copied_share: of the rows of a high-throughput dispatch, what copies bring to other ranks; the
-            rest is stored meanwhile.
+        copied_share: of the rows of a high-throughput dispatch, what copies bring to other ranks;
+            the rest is stored meanwhile.
         aside_programs: the most programs of a role in a high-throughput dispatch, beside copies,
             and of those that put rows where choices are counted beside them.
         combine_programs: the most programs of a combine; 0: as many as there is work for. Others
