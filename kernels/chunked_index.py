@@ -11,11 +11,14 @@ it is not here; then its weight's bits, where it is here.
 Three kinds of programs, in this order in the grid; each waits for other ranks, or for programs
 before it, so that it need not run beside any that come later:
 
-1. counting programs, one a chunk: how many choices each expert has there;
+1. counting programs, which take chunks in turn: how many choices each expert has there;
 2. scanning programs have experts each: the expert's choices in all chunks before. The last of them
    writes the offsets;
-3. placing programs, one a chunk: before a choice's row come those of the experts before, and of its
-   own expert those of the chunks before, and of the chunk itself.
+3. placing programs, which take chunks in turn: before a choice's row come those of the experts
+   before, and of its own expert those of the chunks before, and of the chunk itself.
+
+While they wait they keep other work off their multiprocessors, that of another communicator too,
+which may be what another rank waits for: so they are few (WORKERS).
 
 What they tell each other are words too, in memory of the slot's own (`words`, int64, `num_words`):
 counts [N, L] (in the upper 16 bits of the low half how many of the chunk's choices are for experts
@@ -34,12 +37,14 @@ from moe_comm.kernels.choice_route import route_tokens
 from moe_comm.kernels.expert_index import count_smaller
 from moe_comm.kernels.signal import high_half, is_fatal, lose_patience, low_half, tagged
 
+# Programs that count, and that place, at most.
+WORKERS = 128
 # Experts of a program that scans, and chunks that it takes at a time.
 SCANNED = 8
 SCANNED_CHUNKS = 256
 # Keys that a choice is compared with at a time.
 KEYS = 32
-_SCANNED, _KEYS = tl.constexpr(SCANNED), tl.constexpr(KEYS)
+_WORKERS, _SCANNED, _KEYS = tl.constexpr(WORKERS), tl.constexpr(SCANNED), tl.constexpr(KEYS)
 
 
 @triton.jit
@@ -158,30 +163,34 @@ def index_chunks(
     ids [R, B, K] (-1 where not here) and weights. After a failure nothing counts as here."""
     rows: tl.constexpr = TILE // KP
     num_chunks = (R * bucket + rows - 1) // rows
+    workers = tl.minimum(num_chunks, _WORKERS)
     scanners = (L + _SCANNED - 1) // _SCANNED
     places_ptr = words_ptr + num_chunks.to(tl.int64) * L
     totals_ptr = places_ptr + num_chunks.to(tl.int64) * L
-    if program < num_chunks:
-        _count_chunk(
-            program, call, choices_ptr, words_ptr, alive_ptr, flags_ptr, status_ptr, channel, rank,
-            timeout_ns, bucket, L, K, KP, R, TILE, BINS, NUM_CHANNELS, CHANNELS_P, POLL, INTERPRET,
-        )  # fmt: skip
-    elif program < num_chunks + scanners:
+    if program < workers:
+        for chunk in range(program, num_chunks, workers):
+            _count_chunk(
+                chunk, call, choices_ptr, words_ptr, alive_ptr, flags_ptr, status_ptr, channel,
+                rank, timeout_ns, bucket, L, K, KP, R, TILE, BINS, NUM_CHANNELS, CHANNELS_P, POLL,
+                INTERPRET,
+            )  # fmt: skip
+    elif program < workers + scanners:
         _scan_chunks(
-            program - num_chunks, num_chunks, call, words_ptr, places_ptr, totals_ptr, status_ptr,
-            L, CHUNKS, POLL, INTERPRET,
+            program - workers, num_chunks, call, words_ptr, places_ptr, totals_ptr, status_ptr, L,
+            CHUNKS, POLL, INTERPRET,
         )  # fmt: skip
-    elif program == num_chunks + scanners:
+    elif program == workers + scanners:
         _write_offsets(
             call, totals_ptr, offsets_ptr, status_ptr, capacity, L, BINS, POLL, INTERPRET
         )
     else:
-        _place_chunk(
-            program - (num_chunks + scanners + 1), call, choices_ptr, places_ptr, totals_ptr,
-            alive_ptr, ids_ptr, weights_ptr, row_index_ptr, position_ptr, order_ptr,
-            order_weights_ptr, count_ptr, flags_ptr, status_ptr, channel, rank, timeout_ns, bucket,
-            capacity, L, K, KP, R, TILE, BINS, EXACT, NUM_CHANNELS, CHANNELS_P, POLL, INTERPRET,
-        )  # fmt: skip
+        for chunk in range(program - (workers + scanners + 1), num_chunks, workers):
+            _place_chunk(
+                chunk, call, choices_ptr, places_ptr, totals_ptr, alive_ptr, ids_ptr, weights_ptr,
+                row_index_ptr, position_ptr, order_ptr, order_weights_ptr, count_ptr, flags_ptr,
+                status_ptr, channel, rank, timeout_ns, bucket, capacity, L, K, KP, R, TILE, BINS,
+                EXACT, NUM_CHANNELS, CHANNELS_P, POLL, INTERPRET,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -208,7 +217,8 @@ def _count_chunk(
     counts = tl.histogram(slot, BINS, mask=slot >= 0)
     before = tl.cumsum(counts, 0) - counts
     expert = tl.arange(0, BINS)
-    words_ptr = counts_ptr + chunk.to(tl.int64) * L + expert
+    # The interpreter's loops count in ints.
+    words_ptr = counts_ptr + (tl.full((), 0, tl.int64) + chunk) * L + expert
     tl.store(words_ptr, tagged(call, before * 65536 + counts), mask=(expert < L) & (lost == 0))
 
 
@@ -295,7 +305,7 @@ def _place_chunk(
         smaller = count_smaller(smaller, key[None, :], some[:, None], EXACT)
     place = tl.sum(smaller, 0).to(tl.int32)
     expert = tl.maximum(slot, 0)
-    places_ptr += chunk.to(tl.int64) * L + expert
+    places_ptr += (tl.full((), 0, tl.int64) + chunk) * L + expert
     before, failed = _await_words(call, places_ptr, slot >= 0, status_ptr, POLL, INTERPRET)
     offsets, total, all_failed = _read_offsets(
         call, totals_ptr, status_ptr, L, BINS, POLL, INTERPRET
@@ -328,7 +338,7 @@ def chunks_of(num_rows: int, padded_topk: int, tile: int) -> int:
 
 def indexing_programs(num_chunks: int, num_local_experts: int) -> int:
     """Programs of index_chunks."""
-    return 2 * num_chunks + -(-num_local_experts // SCANNED) + 1
+    return 2 * min(num_chunks, WORKERS) + -(-num_local_experts // SCANNED) + 1
 
 
 def num_words(num_chunks: int, num_local_experts: int) -> int:

@@ -43,7 +43,7 @@ from moe_comm.kernels.signal import (
     wait,
     wanted,
 )
-from moe_comm.kernels.told_rows import take_row
+from moe_comm.kernels.told_rows import num_takers, take_rows
 
 # Tokens of a step of a program that puts ids.
 ID_TOKENS = 16
@@ -267,7 +267,7 @@ def _dispatch_kernel(
             want = wanted(state_ptr, channel, releases)
             takers = 0
             if TOLD:
-                takers += (R - 1) * bucket * ((H + BLOCK - 1) // BLOCK)
+                takers += num_takers(bucket, H, BLOCK, R)
             # First those that index, then those that take rows; the last one waits for releases.
             if program == tl.num_programs(0) - 1:
                 arrived = wait(
@@ -288,7 +288,7 @@ def _dispatch_kernel(
                 takes = program >= tl.num_programs(0) - 1 - takers
                 if TOLD:
                     if takes:
-                        take_row(
+                        take_rows(
                             program - (tl.num_programs(0) - 1 - takers), want, arriving_ptr,
                             arriving_scales_ptr, told_ptr, rows_bits_ptr, scales_bits_ptr,
                             alive_ptr, flags_ptr, status_ptr, channel, rank, timeout_ns, bucket, H,

@@ -30,6 +30,9 @@ from moe_comm.kernels.signal import (
 # Up to this many tokens of a rank, and ranks, rows tell of themselves.
 TOLD_TOKENS = 256
 TOLD_RANKS = 8
+# Programs that take rows, at most: while they wait they keep other work off their multiprocessors.
+TAKERS = 128
+_TAKERS = tl.constexpr(TAKERS)
 # What a word's low half says.
 NOT_HERE = tl.constexpr(0)
 ARRIVING = tl.constexpr(1)
@@ -98,19 +101,46 @@ def _look(
 
 
 @triton.jit
-def take_row(
+def num_takers(bucket, H: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr):
+    """Programs of take_rows."""
+    return tl.minimum((R - 1) * bucket * ((H + BLOCK - 1) // BLOCK), _TAKERS)
+
+
+@triton.jit
+def take_rows(
     program, call, arriving_ptr, arriving_scales_ptr, told_ptr, rows_ptr, scales_ptr, alive_ptr,
     flags_ptr, status_ptr, channel, rank, timeout_ns, bucket, H: tl.constexpr, G: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, WIRE: tl.constexpr, R: tl.constexpr,
     NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr, POLL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """One block of the (R - 1) * B rows of other ranks, whose memory is empty again afterwards.
-    Waits at most timeout_ns. Pointers of values and scales are of whole numbers of their size."""
+    """One program's blocks of the (R - 1) * B rows of other ranks, whose memory is empty again
+    afterwards. Waits for each at most timeout_ns. Pointers of values and scales are of whole
+    numbers of their size."""
     blocks: tl.constexpr = (H + BLOCK - 1) // BLOCK
-    item = program % (bucket * blocks)
+    for item in range(program, (R - 1) * bucket * blocks, num_takers(bucket, H, BLOCK, R)):
+        _take_block(
+            item, call, arriving_ptr, arriving_scales_ptr, told_ptr, rows_ptr, scales_ptr,
+            alive_ptr, flags_ptr, status_ptr, channel, rank, timeout_ns, bucket, H, G, BLOCK,
+            GROUP, WIRE, R, NUM_CHANNELS, CHANNELS_P, POLL, INTERPRET,
+        )  # fmt: skip
+
+
+@triton.jit
+def _take_block(
+    number, call, arriving_ptr, arriving_scales_ptr, told_ptr, rows_ptr, scales_ptr, alive_ptr,
+    flags_ptr, status_ptr, channel, rank, timeout_ns, bucket, H: tl.constexpr, G: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, WIRE: tl.constexpr, R: tl.constexpr,
+    NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr, POLL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """One of take_rows' blocks."""
+    blocks: tl.constexpr = (H + BLOCK - 1) // BLOCK
+    # The interpreter's loops count in ints.
+    number = tl.full((), 0, tl.int32) + number
+    item = number % (bucket * blocks)
     # A rank's left neighbour puts to it first.
-    source = (rank + R - 1 - program // (bucket * blocks)) % R
+    source = (rank + R - 1 - number // (bucket * blocks)) % R
     token = item // blocks
     block = item % blocks
     row = source.to(tl.int64) * bucket + token
@@ -156,5 +186,5 @@ def take_row(
 
 
 def taking_programs(num_ranks: int, bucket: int, blocks: int) -> int:
-    """Programs of take_row."""
-    return (num_ranks - 1) * bucket * blocks
+    """The same on the host. blocks: of a row."""
+    return min((num_ranks - 1) * bucket * blocks, TAKERS)

@@ -50,8 +50,8 @@ class SlabTuning:
         counted_choices: up to this many the launch that receives them counts them; more are indexed
             by launches of their own.
         told_tokens: up to this many tokens of a rank, at most 256, rows tell of themselves.
-        index_registers: the most registers of a thread of a dispatch that counts them, so that more
-            programs run at once; 0: as many as the compiler takes.
+        dispatch_registers: the most registers of a thread of a dispatch that indexes in its launch,
+            so that more programs run at once; 0: by what else it does.
         index_queries: choices that one program ranks; 0: by the number of choices.
         combine_unroll: loads of expert rows in flight at a time; 0: as many as a row has.
         put_programs, put_warps: programs that forward what is put, and their warps.
@@ -75,7 +75,7 @@ class SlabTuning:
     ranked_choices: int = 4096
     counted_choices: int = 1 << 20
     told_tokens: int = 256
-    index_registers: int = 64
+    dispatch_registers: int = 0
     index_queries: int = 0
     put_programs: int = 128
     put_warps: int = 8
@@ -89,6 +89,12 @@ class SlabTuning:
         if self.combine_block:
             return self.combine_block, self.combine_warps or max(1, self.combine_block // 256)
         return (2048, 8) if FEW_TOKENS < bucket <= MIDDLE_TOKENS else (1024, 4)
+
+    def registers_of_dispatch(self, *, told: bool, counted: bool) -> int:
+        """The most registers of a thread of a dispatch, 0: as many as the compiler takes."""
+        if not (told or counted):
+            return 0
+        return self.dispatch_registers or (64 if counted else 80)
 
     def queries_of(self, choices: int) -> int:
         """Choices that one program of an index ranks."""
