@@ -84,7 +84,10 @@ class DispatchKernel(PutLaunches):
         most = plan.dispatch_programs
         if form.options["CHUNKED"]:
             # Leaves room for the programs that index.
-            most = min(most, self.tuning.aside_programs)
+            most = min(most, self.tuning.counted_programs)
+        elif form.options["RANKED"]:
+            # Each waits for its stores before it releases, which takes longer than a few rows.
+            most = min(most, self.tuning.ranked_programs)
         if form.options["RANKED"]:
             choices = bucket * self.config.num_topk
             queries = self.tuning.queries_of(choices)

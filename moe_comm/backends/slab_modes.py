@@ -74,7 +74,9 @@ class SlabTuning:
     direct_ranks: int = 8
     ranked_choices: int = 4096
     counted_choices: int = 1 << 20
-    told_tokens: int = 256
+    told_tokens: int = 0
+    ranked_programs: int = 40
+    counted_programs: int = 132
     dispatch_registers: int = 0
     index_queries: int = 0
     put_programs: int = 128
