@@ -13,11 +13,10 @@ always get to run:
    moe_comm.kernels.ranked_index), of many as they are (CHUNKED, moe_comm.kernels.chunked_index);
    the release, which then tells the number of tokens alone, goes ahead of them and waits for no
    store.
-2. `row_programs` put rows, scales and payloads, and release ROWS. Of few tokens rows tell of
-   themselves instead (TOLD, moe_comm.kernels.told_rows). The index, which needs ids alone, is
-   computed while rows are still on their way.
-3. Waiting programs index, or later launches do, and take rows that tell of themselves. The last one
-   waits for all sources' releases: of ids, then of rows.
+2. `row_programs` put rows, scales and payloads, and release ROWS. So the index, which needs ids
+   alone, is computed while rows are still on their way.
+3. Waiting programs index, or later launches do. The last one waits for all sources' releases: of
+   ids, then of rows.
 
 Each program releases what it put (DIRECT), or the last of its kind to arrive releases it all. What
 only combine needs the first kind writes after its release, since nobody waits for it.
@@ -43,7 +42,6 @@ from moe_comm.kernels.signal import (
     wait,
     wanted,
 )
-from moe_comm.kernels.told_rows import num_takers, take_rows
 
 # Tokens of a step of a program that puts ids.
 ID_TOKENS = 16
@@ -133,21 +131,19 @@ def _note_tokens(
 
 @triton.jit(
     do_not_specialize=[
-        "num_tokens_host", "num_rows", "num_copied", "id_programs", "row_programs",
+        "num_tokens_host", "num_rows", "id_programs", "row_programs",
         "releases", "row_releases", "channel", "rows_channel", "combine_channel", "rank", "bucket",
         "capacity", "E", "L", "timeout_ns",
     ]
 )  # fmt: skip
 def _dispatch_kernel(
     x_ptr, scales_ptr, topk_idx_ptr, topk_weights_ptr, payload_ptr, num_tokens_ptr, num_tokens_host,
-    num_rows, num_copied, stride_x, id_programs, row_programs, releases, row_releases,
+    num_rows, stride_x, id_programs, row_programs, releases, row_releases,
     copy_table_ptr, num_copies_ptr, alive_ptr, peers_ptr,
     rows_offset, scales_offset, ids_offset, weights_offset, choices_offset, starts_offset,
-    payload_offset, arriving_offset, arriving_scales_offset, told_offset, flags_offset,
-    ids_ptr, weights_ptr, choices_ptr, starts_ptr, flags_ptr,
+    payload_offset, flags_offset, ids_ptr, weights_ptr, choices_ptr, starts_ptr, flags_ptr,
     choice_rank_ptr, fold_rank_ptr, fold_count_ptr, tokens_out_ptr, readable_ptr, offsets_ptr,
     row_index_ptr, position_ptr, order_ptr, order_weights_ptr, order_count_ptr, words_ptr,
-    arriving_ptr, arriving_scales_ptr, told_ptr, rows_bits_ptr, scales_bits_ptr,
     state_ptr, status_ptr, channel, rows_channel, combine_channel, rank, bucket, capacity, E, L,
     timeout_ns,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
@@ -159,8 +155,7 @@ def _dispatch_kernel(
     DIRECT: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
     RANKED: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, QUERY: tl.constexpr,
     KEYS: tl.constexpr, KEYS_UNROLL: tl.constexpr, EXACT: tl.constexpr, CHUNKED: tl.constexpr,
-    BINS: tl.constexpr, CHUNKS: tl.constexpr, TOLD: tl.constexpr, POLL: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    BINS: tl.constexpr, CHUNKS: tl.constexpr, POLL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     if SEND:
@@ -234,20 +229,18 @@ def _dispatch_kernel(
                 if ROWS_COPIED:
                     # Copies bring the others rows, and then the word that is written here.
                     target = tl.where(tl.arange(0, RP) == rank, target, 0)
-                call = wanted(state_ptr, channel, releases)
                 blocks: tl.constexpr = (H + BLOCK - 1) // BLOCK
                 for item in range(program - id_programs, bucket * blocks, row_programs):
                     # The interpreter's loops count in ints.
                     token = tl.full((), 0, tl.int32) + item // blocks
                     put_row(
-                        token, item % blocks, num_tokens, usable, call, x_ptr, scales_ptr,
-                        topk_idx_ptr, payload_ptr, copy_table_ptr, num_copies_ptr, alive_ptr,
-                        peers_ptr, rows_offset, scales_offset, payload_offset, arriving_offset,
-                        arriving_scales_offset, told_offset, num_copied, rank, bucket, E, stride_x,
-                        H, G, GP, GROUP, K, KP, C, R, BLOCK, WIRE, VALUE_BYTES, PAYLOAD, PAYLOAD_P,
-                        ROWS_COPIED, ROW_ALIGN, TOLD, RP,
+                        token, item % blocks, num_tokens, usable, x_ptr, scales_ptr, topk_idx_ptr,
+                        payload_ptr, copy_table_ptr, num_copies_ptr, peers_ptr, rows_offset,
+                        scales_offset, payload_offset, rank, bucket, E, stride_x, H, G, GP, GROUP,
+                        K, KP, C, R, BLOCK, WIRE, VALUE_BYTES, PAYLOAD, PAYLOAD_P, ROWS_COPIED,
+                        ROW_ALIGN,
                     )  # fmt: skip
-                if RELEASE_ROWS and not TOLD:
+                if RELEASE_ROWS:
                     if DIRECT:
                         release(
                             target, state_ptr, rows_channel, row_releases, 0, usable, NUM_CHANNELS,
@@ -265,10 +258,7 @@ def _dispatch_kernel(
             senders = 0
         if program >= senders:
             want = wanted(state_ptr, channel, releases)
-            takers = 0
-            if TOLD:
-                takers += num_takers(bucket, H, BLOCK, R)
-            # First those that index, then those that take rows; the last one waits for releases.
+            # The last one waits for releases, the others index.
             if program == tl.num_programs(0) - 1:
                 arrived = wait(
                     flags_ptr, alive_ptr, state_ptr, status_ptr, channel, want, rank, timeout_ns,
@@ -285,23 +275,13 @@ def _dispatch_kernel(
                         NUM_CHANNELS, CHANNELS_P, R, RP, POLL, INTERPRET,
                     )  # fmt: skip
             elif RANKED:
-                takes = program >= tl.num_programs(0) - 1 - takers
-                if TOLD:
-                    if takes:
-                        take_rows(
-                            program - (tl.num_programs(0) - 1 - takers), want, arriving_ptr,
-                            arriving_scales_ptr, told_ptr, rows_bits_ptr, scales_bits_ptr,
-                            alive_ptr, flags_ptr, status_ptr, channel, rank, timeout_ns, bucket, H,
-                            G, BLOCK, GROUP, WIRE, R, NUM_CHANNELS, CHANNELS_P, POLL, INTERPRET,
-                        )  # fmt: skip
-                if takes == 0:
-                    index_ranked(
-                        program - senders, want, choices_ptr, starts_ptr, alive_ptr, ids_ptr,
-                        weights_ptr, offsets_ptr, row_index_ptr, position_ptr, order_ptr,
-                        order_weights_ptr, order_count_ptr, flags_ptr, status_ptr, channel, rank,
-                        timeout_ns, bucket, capacity, L, K, KP, P, R, TILE, NUM_CHANNELS,
-                        CHANNELS_P, POLL, INTERPRET,
-                    )  # fmt: skip
+                index_ranked(
+                    program - senders, want, choices_ptr, starts_ptr, alive_ptr, ids_ptr,
+                    weights_ptr, offsets_ptr, row_index_ptr, position_ptr, order_ptr,
+                    order_weights_ptr, order_count_ptr, flags_ptr, status_ptr, channel, rank,
+                    timeout_ns, bucket, capacity, L, K, KP, P, R, TILE, NUM_CHANNELS, CHANNELS_P,
+                    POLL, INTERPRET,
+                )  # fmt: skip
             elif CHUNKED:
                 index_chunks(
                     program - senders, want, choices_ptr, words_ptr, alive_ptr, ids_ptr,

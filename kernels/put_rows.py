@@ -2,9 +2,8 @@
 
 Legend: T tokens here, R ranks, B the bucket, H hidden, G scale groups, K choices, C copies of an
 expert. Where they go: moe_comm.kernels.dispatch. WIRE is 0 to copy elements, 1 to quantize bf16 to
-fp8 on the way, 2 to mxfp8; ROWS_COPIED says that copies bring the rows of tokens below `num_copied`
-to other ranks, so that they are not put there; TOLD that rows tell of themselves
-(moe_comm.kernels.told_rows).
+fp8 on the way, 2 to mxfp8; ROWS_COPIED says that copies bring rows to other ranks, so that none are
+put there.
 """
 
 from __future__ import annotations
@@ -14,22 +13,20 @@ import triton.language as tl
 
 from moe_comm.kernels.choice_route import route_tokens
 from moe_comm.kernels.quantize import quantize_groups
-from moe_comm.kernels.told_rows import has_empty, tell_row
 
 
 @triton.jit
 def put_row(
-    token, block, num_tokens, usable, call, x_ptr, scales_ptr, topk_idx_ptr, payload_ptr,
-    copy_table_ptr, num_copies_ptr, alive_ptr, peers_ptr, rows_offset, scales_offset,
-    payload_offset, arriving_offset, arriving_scales_offset, told_offset, num_copied,
-    rank, bucket, E, stride_x,
+    token, block, num_tokens, usable, x_ptr, scales_ptr, topk_idx_ptr, payload_ptr, copy_table_ptr,
+    num_copies_ptr, peers_ptr, rows_offset, scales_offset, payload_offset, rank, bucket, E,
+    stride_x,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
     KP: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr,
     VALUE_BYTES: tl.constexpr, PAYLOAD: tl.constexpr, PAYLOAD_P: tl.constexpr,
-    ROWS_COPIED: tl.constexpr, ROW_ALIGN: tl.constexpr, TOLD: tl.constexpr, RP: tl.constexpr,
+    ROWS_COPIED: tl.constexpr, ROW_ALIGN: tl.constexpr,
 ):  # fmt: skip
     """One column block of one token to every rank it reaches; block 0 also puts given scales and
-    payload. call: number of the call, where TOLD."""
+    payload."""
     real = token < num_tokens
     to_rank, _, _ = route_tokens(
         tl.zeros([1, 1], tl.int32) + token, real, topk_idx_ptr, rank, E, copy_table_ptr,
@@ -45,43 +42,28 @@ def put_row(
         # What is past the row is not stored. Triton has no 0 of fp8 to put there.
         values = tl.load(row_ptr, mask=in_row)
         scale = 0
-    others_rows, others_scales = rows_offset, scales_offset
-    plain = tl.full((), 0, tl.int32)
-    if TOLD:
-        plain += has_empty(values, in_row)
-        if WIRE != 0:
-            every = tl.arange(0, BLOCK // GROUP) >= 0
-            plain = tl.maximum(plain, has_empty(scale, every))
-        others_rows = tl.where(plain > 0, rows_offset, arriving_offset)
-        others_scales = tl.where(plain > 0, scales_offset, arriving_scales_offset)
     if R <= 8:
         for step in tl.static_range(R):
             _put_row_to_peer(
                 step, token, block, usable, values, scale, to_rank, in_row, column, scales_ptr,
-                payload_ptr, peers_ptr, rows_offset, scales_offset, payload_offset, others_rows,
-                others_scales, num_copied, rank, bucket, H, G, GP, GROUP, R, BLOCK, WIRE,
-                VALUE_BYTES, PAYLOAD, PAYLOAD_P, ROWS_COPIED, ROW_ALIGN,
+                payload_ptr, peers_ptr, rows_offset, scales_offset, payload_offset, rank, bucket,
+                H, G, GP, GROUP, R, BLOCK, WIRE, VALUE_BYTES, PAYLOAD, PAYLOAD_P, ROWS_COPIED,
+                ROW_ALIGN,
             )  # fmt: skip
     else:
         for step in range(R):
             _put_row_to_peer(
                 step, token, block, usable, values, scale, to_rank, in_row, column, scales_ptr,
-                payload_ptr, peers_ptr, rows_offset, scales_offset, payload_offset, others_rows,
-                others_scales, num_copied, rank, bucket, H, G, GP, GROUP, R, BLOCK, WIRE,
-                VALUE_BYTES, PAYLOAD, PAYLOAD_P, ROWS_COPIED, ROW_ALIGN,
+                payload_ptr, peers_ptr, rows_offset, scales_offset, payload_offset, rank, bucket,
+                H, G, GP, GROUP, R, BLOCK, WIRE, VALUE_BYTES, PAYLOAD, PAYLOAD_P, ROWS_COPIED,
+                ROW_ALIGN,
             )  # fmt: skip
-    if TOLD:
-        tell_row(
-            token, block, usable, call, to_rank, plain, alive_ptr, peers_ptr, told_offset, rank,
-            bucket, H, BLOCK, R, RP,
-        )  # fmt: skip
 
 
 @triton.jit
 def _put_row_to_peer(
     step, token, block, usable, values, scale, to_rank, in_row, column, scales_ptr, payload_ptr,
-    peers_ptr, rows_offset, scales_offset, payload_offset, others_rows, others_scales,
-    num_copied, rank, bucket,
+    peers_ptr, rows_offset, scales_offset, payload_offset, rank, bucket,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr,
     BLOCK: tl.constexpr, WIRE: tl.constexpr, VALUE_BYTES: tl.constexpr, PAYLOAD: tl.constexpr,
     PAYLOAD_P: tl.constexpr, ROWS_COPIED: tl.constexpr, ROW_ALIGN: tl.constexpr,
@@ -92,11 +74,10 @@ def _put_row_to_peer(
     base = tl.load(peers_ptr + peer)
     reached = tl.max(tl.max((to_rank == peer).to(tl.int32), 1), 0) > 0
     row = rank.to(tl.int64) * bucket + token
-    rows_at = base + tl.where(peer == rank, rows_offset, others_rows)
     send_row = reached & (usable != 0)
     if ROWS_COPIED:
-        send_row = send_row & ((peer == rank) | (token >= num_copied))
-    rows_ptr = (rows_at + row * (H * VALUE_BYTES)).to(tl.pointer_type(values.dtype))
+        send_row = send_row & (peer == rank)
+    rows_ptr = (base + rows_offset + row * (H * VALUE_BYTES)).to(tl.pointer_type(values.dtype))
     # Rows are aligned, which an address that was loaded does not show: without the hint they would
     # be stored two bytes at a time.
     rows_ptr = tl.multiple_of(rows_ptr, ROW_ALIGN)
@@ -104,9 +85,10 @@ def _put_row_to_peer(
     if WIRE != 0:
         group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
         scale_bytes: tl.constexpr = scale.dtype.primitive_bitwidth // 8
-        scales_at = base + tl.where(peer == rank, scales_offset, others_scales)
-        to_scales = (scales_at + row * (G * scale_bytes)).to(tl.pointer_type(scale.dtype))
-        tl.store(to_scales + group, scale, mask=(group < G) & send_row)
+        scales_at = (base + scales_offset + row * (G * scale_bytes)).to(
+            tl.pointer_type(scale.dtype)
+        )
+        tl.store(scales_at + group, scale, mask=(group < G) & send_row)
     if block == 0:
         if GP > 0:
             _put_bytes(

@@ -20,7 +20,7 @@ from moe_comm.launch.oracle import ExpectedDispatch, expected_combine, expected_
 from moe_comm.launch.rank_data import RankData
 from moe_comm.launch.results import Row
 from moe_comm.launch.routing import Routing
-from moe_comm.launch.slab_sweep_settings import Setting
+from moe_comm.launch.slab_sweep_settings import PROGRAM_KNOBS, Setting
 from moe_comm.launch.subjects import Case
 from moe_comm.launch.timing import Statistics
 from moe_comm.launch.worker import Ranks
@@ -35,8 +35,8 @@ DEFINITIONS = {
     "dispatches (all combines) of a replay over their number. All calls have the same data",
     "params.timing = pairs": "launch/timing.time_graph: events around each dispatch and each "
     "combine of back-to-back pairs in one captured graph; on the same communicator",
-    "programs": "the most programs: dispatch_programs of each of its roles; combine_programs, "
-    "0: as many as there is work for",
+    "programs": "the most programs, where that was changed: of those that put a dispatch's rows; "
+    "of a combine",
     "params.knobs, params.changed": "every field of SlabTuning, and what is not the default "
     "(side_priority: of the slab's stream for copies)",
     "params.to_peer_bytes": "bucket times bytes of a row: what the mode is chosen by",
@@ -155,8 +155,9 @@ def sweep_row(
     config, knobs = problem.case.config, setting.knobs
     is_dispatch = phase.startswith("dispatch")
     wire = config.wire if is_dispatch else config.return_wire
-    limits = {"dispatch": "dispatch_programs", "combine": "combine_programs"}
-    programs = knobs.get(limits.get(phase.partition("_")[0], ""))
+    changed = {name: n for name, n in setting.changed.items() if name in PROGRAM_KNOBS}
+    of_combine = changed.pop("combine_programs", None)
+    programs = next(iter(changed.values()), None) if is_dispatch else of_combine
     row = Row(
         backend="slab", mode=setting.tuning.mode, phase=phase, layout="expert",
         num_tokens=setting.num_tokens, hidden=config.hidden, num_topk=config.num_topk,

@@ -27,9 +27,13 @@ MOST_AT_ONCE = 132
 _KERNELS = (
     "choice_route.py", "chunked_index.py", "combine.py", "dispatch.py", "expert_index.py",
     "put_rows.py", "quantize.py", "ranked_index.py", "returned_rows.py", "signal.py",
-    "slot_signals.py", "told_rows.py",
+    "slot_signals.py",
 )  # fmt: skip
-PROGRAM_KNOBS = ("dispatch_programs", "combine_programs")
+# Which of them bounds the programs that put a dispatch's rows depends on its size and mode.
+PROGRAM_KNOBS = (
+    "ranked_programs", "counted_programs", "aside_programs", "dispatch_programs",
+    "combine_programs",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,9 +139,12 @@ def _crossover() -> Iterator[Setting]:
 def _programs() -> Iterator[Setting]:
     """Programs of each role. A dispatch does not hang on combine's, so both are changed at once,
     where so many of combine's run at once for sure."""
-    cases = ((128, LOW, BF16), (4096, HIGH, BF16), (4096, LOW, BF16), (4096, HIGH, FP8))
-    for (num_tokens, mode, wires), programs in itertools.product(cases, reversed(PROGRAMS)):
-        roles = PROGRAM_KNOBS if programs <= MOST_AT_ONCE else PROGRAM_KNOBS[:1]
+    cases = (
+        (128, LOW, BF16, "ranked_programs"), (4096, HIGH, BF16, "aside_programs"),
+        (4096, LOW, BF16, "counted_programs"), (4096, LOW, FP8, "counted_programs"),
+    )  # fmt: skip
+    for (num_tokens, mode, wires, rows), programs in itertools.product(cases, reversed(PROGRAMS)):
+        roles = (rows, "combine_programs") if programs <= MOST_AT_ONCE else (rows,)
         tuning = SlabTuning(mode=mode, **dict.fromkeys(roles, programs))
         yield Setting(section="programs", num_tokens=num_tokens, tuning=tuning, wires=wires)
 

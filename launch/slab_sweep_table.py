@@ -15,7 +15,10 @@ from moe_comm.launch.timing import percentile
 
 Row = Mapping[str, Any]
 # How the knobs of each phase alone begin.
-_ONLY = {"dispatch": ("dispatch_", "index_", "copy_from"), "combine": ("combine_",)}
+_ONLY = {
+    "dispatch": ("dispatch_", "ranked_", "counted_", "aside_", "index_", "copy_from"),
+    "combine": ("combine_",),
+}
 
 
 class Case(NamedTuple):

@@ -220,11 +220,8 @@ class VirtualWorld:
         assert [engine.status.tolist() for engine in self.engines] == [[0] * 8] * self.num_ranks
 
     def check_returned_rows_are_empty(self) -> None:
-        """Between calls, memory of what tells of itself is empty (moe_comm.kernels.returned_rows,
-        .told_rows)."""
+        """Between combines, memory of partial sums is empty (moe_comm.kernels.returned_rows)."""
         for memory in self.memories:
-            for name in ("combine_rows", "combine_scales", "arriving_rows", "arriving_scales"):
-                size = memory.regions.sizes.get(name, 0)
-                if not size:
-                    continue
+            for name in ("combine_rows", "combine_scales"):
+                size = memory.regions.sizes[name]
                 assert bool((memory.view(name, (size,), torch.uint8) == 0xFF).all()), name

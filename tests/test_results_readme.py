@@ -25,7 +25,10 @@ def test_readme_says_what_the_result_files_say():
 def test_readme_prose_says_what_the_result_files_say():
     """Figures in sentences, where no table is generated."""
     text = " ".join((ROOT / "README.md").read_text().split())
-    alone, soak = (rows_of(f"2026-11-30b_nvidia-h200x2_{topic}") for topic in ("slab-run", "soak"))
+    alone = rows_of("2026-11-30d_nvidia-h200x2_slab-run")
+    soak, copied, counted = (rows_of(f"2026-11-30{run}_nvidia-h200x2_soak") for run in "bcd")
+    memcheck = rows_of("2026-11-30_nvidia-h200x1_memcheck")[0]["params"]
+    assert (memcheck["errors"], memcheck["tests"]) == (0, {"passed": 10})
     load = rows_of("2026-11-30_nvidia-h200x1_load")[0]["params"]
 
     times = {}
@@ -42,7 +45,9 @@ def test_readme_prose_says_what_the_result_files_say():
     assert {row["params"]["calls_in_a_row"] for row in alone} == {8}
     assert f"{sum(row['params']['pairs'] for row in soak):,} random calls" in text
     assert f"({sum(row['params']['checked'] for row in soak)} bit for bit" in text
-    assert not any(row["params"]["hangs"] or row["wrong"] for row in soak)
+    assert f"versions {sum(row['params']['pairs'] for row in copied):,}, half" in text
+    assert f"copied, and {sum(row['params']['pairs'] for row in counted):,}, half" in text
+    assert not any(row["params"]["hangs"] or row["wrong"] for row in soak + copied + counted)
     delays, faults = (
         rows_of(f"2026-11-30b_nvidia-h200x2_{topic}") for topic in ("delays", "faults")
     )

@@ -38,32 +38,6 @@ def test_a_nan_of_all_ones_is_returned_as_a_nan(wire) -> None:
 
 
 @inside
-@pytest.mark.parametrize(
-    ("wire", "told"), [("bf16", 256), ("fp8", 256), ("mxfp8", 256), ("bf16", 0)]
-)
-def test_rows_with_a_nan_of_all_ones_arrive_as_they_are(wire, told) -> None:
-    """All ones also mark memory that no row has come to: such a block travels another way."""
-    from slab_world import VirtualWorld
-
-    from moe_comm import EPConfig
-    from moe_comm.backends.slab_modes import SlabTuning
-
-    config = EPConfig(
-        num_experts=10, num_topk=4, hidden=160, max_tokens_per_rank=3, dispatch_wire=wire
-    )
-    # Two blocks of a row, of which the second is short.
-    tuning = SlabTuning(mode="low-latency", told_tokens=told, dispatch_block=128)
-    world = VirtualWorld(config, 3, CPU, tuning)
-    inputs = world.inputs((3, 2, 0), torch.Generator().manual_seed(20))
-    inputs[0].x.view(torch.int16)[[0, 2], [140, 3]] = -1
-    inputs[1].x.view(torch.int16)[1] = -1
-    for slot in (0, 1, 0):
-        world.poison()
-        world.check_dispatched(world.dispatch(inputs, slot=slot), world.reference.dispatch(inputs))
-    world.check_returned_rows_are_empty()
-
-
-@inside
 def test_words_of_an_earlier_call_are_not_taken_for_this_ones() -> None:
     """Where choices are ranked at their source, words lie elsewhere for another bucket: whatever
     was there before, a rank waits for what a late one has not put yet, and takes nothing of it."""

@@ -57,18 +57,3 @@ def test_what_is_quantized_on_the_way_is_not_copied(monkeypatch) -> None:
     world.check_dispatched(world.dispatch(inputs), want)
     assert steps == ["_dispatch_kernel", "_dispatch_kernel"]
     assert world.engines[0].device == CPU
-
-
-@inside
-@pytest.mark.parametrize("share", [0.0, 0.6])
-def test_rows_that_are_not_copied_are_stored(share) -> None:
-    from slab_world import VirtualWorld
-
-    from moe_comm import EPConfig
-    from moe_comm.backends.slab_modes import SlabTuning
-
-    config = EPConfig(num_experts=10, num_topk=4, hidden=48, max_tokens_per_rank=9)
-    tuning = SlabTuning(mode="high-throughput", copied_share=share)
-    world = VirtualWorld(config, 3, CPU, tuning)
-    for tokens in ((9, 4, 0), (1, 9, 2)):
-        world.round_trip(tokens, torch.Generator().manual_seed(30))

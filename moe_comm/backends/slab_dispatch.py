@@ -56,8 +56,8 @@ class DispatchLaunches(DispatchKernel):
         self, call: DispatchCall, plan: Plan, *, send: bool, receive: bool
     ) -> None:
         """High throughput: ids and weights are put by a kernel and indexed while rows travel by
-        copies, on a stream of their own: by the copy engine where there is one. It does not take
-        all of the link: the kernel puts the last rows meanwhile, and those that it quantizes."""
+        copies, on a stream of their own: by the copy engine where there is one. Rows that are
+        quantized on the way the kernel puts too."""
         from moe_comm.kernels.signal import ROWS
 
         copies = not call.prepared.quantizes
@@ -78,9 +78,8 @@ class DispatchLaunches(DispatchKernel):
                 self._join()
 
     def _copy_rows(self, call: DispatchCall) -> None:
-        """This rank's first rows to every other rank's slab."""
-        rows = self._num_copied(call)
-        x = call.prepared.x[:rows]
+        """This rank's rows to every other rank's slab."""
+        x, rows = call.prepared.x, call.num_rows
         place = ("dispatch_rows", call.slot, call.bucket, x.dtype, self.config.hidden)
         with torch.cuda.stream(self._side):
             for peer in self._others():

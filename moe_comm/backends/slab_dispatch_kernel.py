@@ -10,7 +10,6 @@ from torch import Tensor
 from moe_comm.backends.slab_launch import Form, Places, launch
 from moe_comm.backends.slab_modes import Plan
 from moe_comm.backends.slab_payloads import pack_payloads
-from moe_comm.backends.slab_places import BITS
 from moe_comm.backends.slab_put import PutLaunches
 from moe_comm.backends.slab_staging import DISPATCH_PIECES, Staged
 from moe_comm.backends.slab_state import WIRE_CODE, alignment, next_power_of_2
@@ -97,15 +96,14 @@ class DispatchKernel(PutLaunches):
         rows = max(1, min(bucket * form.blocks, most))
         direct = form.options["DIRECT"]
         if staged is None:
-            size = inputs.value_bytes
-            key = ("dispatch", number, bucket, size)
-            places = self._kept(key, lambda: self._dispatch_places(number, bucket, None, size))
+            key = ("dispatch", number, bucket)
+            places = self._kept(key, lambda: self._dispatch_places(number, bucket, None))
         else:
-            places = self._dispatch_places(number, bucket, staged, inputs.value_bytes)
+            places = self._dispatch_places(number, bucket, staged)
         given = (
             inputs.x, inputs.scales, inputs.topk_idx, inputs.topk_weights, inputs.payload,
             inputs.num_tokens, 0 if inputs.on_device else call.num_tokens, call.num_rows,
-            self._num_copied(call), inputs.x.stride(0), ids, rows,
+            inputs.x.stride(0), ids, rows,
             ids if direct and not form.indexes else 1, rows if direct else 1,
         )  # fmt: skip
         count = (ids + rows if send else 0) + (form.receivers if receive else 0)
@@ -115,19 +113,12 @@ class DispatchKernel(PutLaunches):
             if self._rows_apart(plan):
                 self._wait(number, ROWS, releases=rows if direct else 1)
 
-    def _num_copied(self, call: DispatchCall) -> int:
-        """Rows of a high-throughput dispatch that copies bring to others; stores bring the rest."""
-        return round(call.num_rows * self.tuning.copied_share)
-
     def _rows_apart(self, plan: Plan) -> bool:
         """Whether the dispatch kernel releases rows by themselves."""
         return plan.mode == "low-latency" and not self.memory.puts
 
-    def _dispatch_places(
-        self, number: int, bucket: int, staged: Staged | None, value_bytes: int
-    ) -> Places:
-        """The kernel's arguments that a slot's calls of this bucket and size of values have in
-        common."""
+    def _dispatch_places(self, number: int, bucket: int, staged: Staged | None) -> Places:
+        """The kernel's arguments that a slot's calls of this bucket have in common."""
         from moe_comm.kernels.dispatch import _dispatch_kernel
         from moe_comm.kernels.signal import COMBINE, DISPATCH, ROWS
 
@@ -136,17 +127,15 @@ class DispatchKernel(PutLaunches):
             name: self._base(name, number) if staged is None else staged.offset(name)
             for name in DISPATCH_PIECES
         }
-        told = self._told_places(number, value_bytes)
         return Places(
-            _dispatch_kernel, 14,
+            _dispatch_kernel, 13,
             copy_table_ptr=self.routing_table, num_copies_ptr=self.num_copies,
             alive_ptr=self.alive, peers_ptr=self.memory.peers if staged is None else staged.table,
             rows_offset=offsets["dispatch_rows"], scales_offset=offsets["dispatch_scales"],
             ids_offset=offsets["topk_idx"], weights_offset=offsets["topk_weights"],
             choices_offset=self._base("choices", number),
             starts_offset=self._base("starts", number),
-            payload_offset=offsets["payloads"], **told,
-            flags_offset=self.memory.regions.offsets["flags"],
+            payload_offset=offsets["payloads"], flags_offset=self.memory.regions.offsets["flags"],
             ids_ptr=self._ids(number, bucket), weights_ptr=self._weights(number, bucket),
             choices_ptr=self._view("choices", number, (1,), torch.int64),
             starts_ptr=self._view("starts", number, (1,), torch.int64), flags_ptr=self.flags,
@@ -162,30 +151,6 @@ class DispatchKernel(PutLaunches):
             timeout_ns=self._wait_ns,
         )  # fmt: skip
 
-    def _told_places(self, number: int, value_bytes: int) -> dict[str, Tensor | int]:
-        """Of rows that tell of themselves: where others' are put, and read here, as bits."""
-        names = ("arriving_rows", "arriving_scales", "told")
-        offset_names = ("arriving_offset", "arriving_scales_offset", "told_offset")
-        pointers = ("arriving_ptr", "arriving_scales_ptr", "told_ptr")
-        bits = ("rows_bits_ptr", "scales_bits_ptr")
-        if not self._can_tell:
-            nothing = dict.fromkeys((*pointers, *bits), self._empty)
-            return {**dict.fromkeys(offset_names, 0), **nothing}
-        value, scale = BITS[value_bytes], torch.int8
-        if self.config.wire.scale_dtype is not None:
-            scale = BITS[self.config.wire.scale_dtype.itemsize]
-        places: dict[str, Tensor | int] = {
-            key: self._base(name, number) for key, name in zip(offset_names, names, strict=True)
-        }
-        for key, name, dtype in (
-            ("arriving_ptr", "arriving_rows", value), ("rows_bits_ptr", "dispatch_rows", value),
-            ("arriving_scales_ptr", "arriving_scales", scale),
-            ("scales_bits_ptr", "dispatch_scales", scale), ("told_ptr", "told", torch.int64),
-        ):  # fmt: skip
-            there = self.memory.regions.sizes[name] > 0
-            places[key] = self._view(name, number, (1,), dtype) if there else self._empty
-        return places
-
     def _dispatch_form(
         self, plan: Plan, bucket: int, inputs: Inputs, *, rows_copied: bool, releases: bool,
         send: bool, receive: bool, indexes: bool,
@@ -197,7 +162,6 @@ class DispatchKernel(PutLaunches):
             from moe_comm.kernels import chunked_index as counting
             from moe_comm.kernels import ranked_index as ranking
             from moe_comm.kernels.dispatch import ID_TOKENS
-            from moe_comm.kernels.told_rows import TOLD_TOKENS, taking_programs
 
             config, wire, tuning = self.config, self.config.wire, self.tuning
             block, warps = self._dispatch_block()
@@ -208,10 +172,6 @@ class DispatchKernel(PutLaunches):
             chunked = apart and indexes and not ranked and choices <= tuning.counted_choices
             tile, padded = self._tile(), next_power_of_2(config.num_topk)
             chunks = counting.chunks_of(self.num_ranks * bucket, padded, tile)
-            blocks = -(-config.hidden // block)
-            # Payloads and given scales are ordered by a release, and rows with them.
-            told = ranked and self._can_tell and bucket <= min(tuning.told_tokens, TOLD_TOKENS)
-            told = told and not inputs.payload_bytes and not inputs.scale_bytes
             receivers, largest_key = 1, self.num_local_experts * tile
             if ranked:
                 largest_key = self.num_ranks * starts * max(choices, 1)
@@ -222,8 +182,6 @@ class DispatchKernel(PutLaunches):
                 receivers += counting.indexing_programs(chunks, self.num_local_experts)
             # Of those that rank; the same for others, whose kernel does not depend on them.
             ranking_choices = choices if ranked else 1
-            if told:
-                receivers += taking_programs(self.num_ranks, bucket, blocks)
             scale_bytes, width = inputs.scale_bytes, inputs.payload_bytes
             keys = min(256, max(32, next_power_of_2(ranking_choices)))
             options = dict(
@@ -238,7 +196,7 @@ class DispatchKernel(PutLaunches):
                 TOKENS=ID_TOKENS, T_ON_DEVICE=inputs.on_device, RELEASE_IDS=releases,
                 RELEASE_ROWS=releases,
                 # Where later launches index, yet another one waits for the rows.
-                WAIT_ROWS=apart and not told and (ranked or chunked or not indexes), TOLD=told,
+                WAIT_ROWS=apart and (ranked or chunked or not indexes),
                 DIRECT=plan.mode == "low-latency" and self._tells_directly,
                 SEND=send, RECEIVE=receive, RANKED=ranked, P=starts, TILE=tile,
                 QUERY=tuning.queries_of(ranking_choices), KEYS=keys,

@@ -34,10 +34,7 @@ class SlabTuning:
         mode: "low-latency", "high-throughput", or "auto" by the bucket.
         copy_from_bytes: bytes to one peer from which dispatch takes copies instead of stores, where
             the wire does not quantize.
-        copied_share: of the rows of a high-throughput dispatch, what copies bring to other ranks;
-            the rest is stored meanwhile.
-        aside_programs: the most programs of a role in a high-throughput dispatch, beside copies,
-            and of those that put rows where choices are counted beside them.
+        aside_programs: the most programs of a role in a high-throughput dispatch, beside copies.
         combine_programs: the most programs of a combine; 0: as many as there is work for. Others
             must all run at once, so at most one a multiprocessor is safe.
         combine_lag: tokens that a combine sends before it begins to add what others send.
@@ -49,9 +46,11 @@ class SlabTuning:
         ranked_choices: up to this many choices of a rank, at most 4096, the rank itself ranks them.
         counted_choices: up to this many the launch that receives them counts them; more are indexed
             by launches of their own.
-        told_tokens: up to this many tokens of a rank, at most 256, rows tell of themselves.
-        dispatch_registers: the most registers of a thread of a dispatch that indexes in its launch,
-            so that more programs run at once; 0: by what else it does.
+        ranked_programs, counted_programs: the most programs that put rows where choices are ranked:
+            each waits for its stores before it releases, which takes longer than a few rows; and
+            where they are counted, which leaves room for the programs that count.
+        counted_registers: the most registers of a thread where choices are counted, so that more
+            programs run at once; 0: as many as the compiler takes.
         index_queries: choices that one program ranks; 0: by the number of choices.
         combine_unroll: loads of expert rows in flight at a time; 0: as many as a row has.
         put_programs, put_warps: programs that forward what is put, and their warps.
@@ -63,7 +62,6 @@ class SlabTuning:
     dispatch_block: int = 4096
     dispatch_warps: int = 8
     dispatch_programs: int = 1056
-    copied_share: float = 1.0
     aside_programs: int = 264
     combine_block: int = 0
     combine_warps: int = 0
@@ -74,10 +72,9 @@ class SlabTuning:
     direct_ranks: int = 8
     ranked_choices: int = 4096
     counted_choices: int = 1 << 20
-    told_tokens: int = 0
     ranked_programs: int = 40
     counted_programs: int = 132
-    dispatch_registers: int = 0
+    counted_registers: int = 64
     index_queries: int = 0
     put_programs: int = 128
     put_warps: int = 8
@@ -91,12 +88,6 @@ class SlabTuning:
         if self.combine_block:
             return self.combine_block, self.combine_warps or max(1, self.combine_block // 256)
         return (2048, 8) if FEW_TOKENS < bucket <= MIDDLE_TOKENS else (1024, 4)
-
-    def registers_of_dispatch(self, *, told: bool, counted: bool) -> int:
-        """The most registers of a thread of a dispatch, 0: as many as the compiler takes."""
-        if not (told or counted):
-            return 0
-        return self.dispatch_registers or (64 if counted else 80)
 
     def queries_of(self, choices: int) -> int:
         """Choices that one program of an index ranks."""

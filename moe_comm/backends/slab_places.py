@@ -19,7 +19,7 @@ from moe_comm.symmetric import SymmetricMemory
 # Things kept, of any kind. A slot and bucket have about ten; more buckets than fit are made anew.
 MOST_KEPT = 2048
 # Integers of a number of bytes.
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 T = TypeVar("T")
 
 
@@ -195,17 +195,17 @@ class SlabPlaces:
     def _returned(self, slot: int, bucket: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Bits of partial sums from every rank, [R * B, H], and of their scales [R * B, G]."""
         wire, rows = self.config.return_wire, self.num_ranks * bucket
-        kind = BITS[(wire.value_dtype or dtype).itemsize]
+        kind = _BITS[(wire.value_dtype or dtype).itemsize]
         values = self._view("combine_rows", slot, (rows, self.config.hidden), kind)
         if wire.scale_dtype is None:
             return values, None
         shape = (rows, wire.num_groups(self.config.hidden))
-        return values, self._view("combine_scales", slot, shape, BITS[wire.scale_dtype.itemsize])
+        return values, self._view("combine_scales", slot, shape, _BITS[wire.scale_dtype.itemsize])
 
-    def _empty_arriving(self) -> None:
-        """Memory of what tells of itself as it is between calls: all ones."""
-        for name in ("combine_rows", "combine_scales", "arriving_rows", "arriving_scales"):
-            if size := self.memory.regions.sizes.get(name, 0):
+    def _empty_returned(self) -> None:
+        """Memory of partial sums as it is between combines: all ones (moe_comm.kernels.combine)."""
+        for name in ("combine_rows", "combine_scales"):
+            if size := self.memory.regions.sizes[name]:
                 self.memory.view(name, (size,), torch.uint8).fill_(0xFF)
 
     def _rows_at(

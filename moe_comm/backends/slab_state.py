@@ -38,10 +38,9 @@ WIRE_CODE = {"bf16": 0, "none": 0, "fp8": 1, "mxfp8": 2}
 
 def region_sizes(config: EPConfig, num_ranks: int, *, puts: bool = False) -> dict[str, int]:
     """Bytes of each region of a rank's block: EPConfig.buffer_bytes, what sources say of their
-    choices (moe_comm.kernels.ranked_index and .chunked_index), rows that tell of themselves
-    (moe_comm.kernels.told_rows), the flags and, where rows are put, the area in which they wait."""
+    choices (moe_comm.kernels.ranked_index and .chunked_index), the flags and, where rows are put,
+    the area in which they wait."""
     from moe_comm.kernels import signal
-    from moe_comm.kernels.told_rows import TOLD_RANKS, TOLD_TOKENS
 
     sizes = config.buffer_bytes(num_ranks)
     del sizes["total"]
@@ -49,15 +48,6 @@ def region_sizes(config: EPConfig, num_ranks: int, *, puts: bool = False) -> dic
     starts = starts_of_a_rank(config.placement_for(num_ranks).max_local_experts)
     sizes["choices"] = config.num_slots * num_ranks * choices * 16
     sizes["starts"] = config.num_slots * num_ranks * starts * 8
-    if not puts and num_ranks <= TOLD_RANKS:
-        tokens = min(config.bucket, TOLD_TOKENS)
-        for name, of in (
-            ("arriving_rows", "dispatch_rows"),
-            ("arriving_scales", "dispatch_scales"),
-        ):
-            sizes[name] = sizes[of] // max(config.bucket, 1) * tokens
-        # A word a block, of which a row has at most one for every 32 columns.
-        sizes["told"] = config.num_slots * num_ranks * tokens * -(-config.hidden // 32) * 8
     if puts:
         sizes["staging"] = staging_bytes(sizes, config.num_slots, num_ranks)
     sizes["flags"] = config.num_slots * signal.NUM_PHASES * num_ranks * 8
@@ -176,9 +166,8 @@ class SlabState(SlabStreams):
             if device.type == "cuda"
             else 1
         )
-        self._can_tell = "told" in memory.regions.sizes
         self.flags = memory.view("flags", (channels, num_ranks), torch.int64)
-        self._empty_arriving()
+        self._empty_returned()
         # Others write there once they have seen a call of this rank, on whatever stream it is.
         self._synchronize()
         self._wait_form = Form({**self._common, "POLL": self._poll(1), "num_warps": 1}, blocks=1)
@@ -190,7 +179,7 @@ class SlabState(SlabStreams):
         self.state[0].fill_(wrapped)
         self.flags.fill_(wrapped << 32)
         # Words of an earlier call, whatever the count.
-        for name in ("choices", "starts", *(["told"] if self._can_tell else [])):
+        for name in ("choices", "starts"):
             words = self.memory.regions.sizes[name] // 8
             self.memory.view(name, (words,), torch.int64).fill_(wrapped << 32)
         for slot in self._slots:
@@ -262,8 +251,8 @@ class SlabState(SlabStreams):
             ahead = max(((other - first + 2**31) % 2**32 - 2**31 for other in others), default=0)
             furthest.append((first + max(ahead, 0) + 2**31) % 2**32 - 2**31)
         self.state[0].copy_(torch.tensor(furthest, dtype=torch.int32))
-        # A call that failed may have left rows and partial sums.
-        self._empty_arriving()
+        # A call that failed may have left partial sums.
+        self._empty_returned()
         # What arrived is counted on from, so every source's words start from the agreed count too.
         self.flags.copy_((self.state[0].long() << 32).unsqueeze(1).expand_as(self.flags))
         self._synchronize()
