@@ -35,6 +35,7 @@ import triton.language as tl
 
 from moe_comm.kernels.choice_route import route_tokens
 from moe_comm.kernels.expert_index import count_smaller
+from moe_comm.kernels.placed_rows import write_placed
 from moe_comm.kernels.signal import high_half, is_fatal, lose_patience, low_half, tagged
 
 # Programs that count, and that place, at most.
@@ -107,24 +108,27 @@ def _read_choices(call, i, source, awaited, choices_ptr, R: tl.constexpr):
 
 @triton.jit
 def _await_choices(
-    call, i, source, awaited, late, choices_ptr, flags_ptr, status_ptr, channel, rank, timeout_ns,
+    call, i, source, awaited, choices_ptr, flags_ptr, status_ptr, channel, rank, timeout_ns,
     R: tl.constexpr, NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr, POLL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Wait until the sources, of which `late` is, have told of choices i, at most timeout_ns.
-    Returns what _read_choices does, and 1 where the wait was in vain."""
-    lost = is_fatal(status_ptr, POLL)
-    spins = 0
-    began = tl.full((), 0, tl.int64)
-    while (late < R) & (lost == 0):
-        _slot, _weight, late = _read_choices(call, i, source, awaited, choices_ptr, R)
-        spins += 1
-        if late < R:
-            lost, began = lose_patience(
-                spins, began, flags_ptr, status_ptr, channel, call, late, rank, timeout_ns,
-                NUM_CHANNELS, CHANNELS_P, R, POLL, INTERPRET,
-            )  # fmt: skip
+    """Wait until the sources have told of choices i, at most timeout_ns. Returns what _read_choices
+    does, and whether the wait was in vain."""
     slot, weight, late = _read_choices(call, i, source, awaited, choices_ptr, R)
+    lost = tl.full((), 0, tl.int32)
+    if late < R:
+        lost = is_fatal(status_ptr, POLL)
+        spins = 0
+        began = tl.full((), 0, tl.int64)
+        while (late < R) & (lost == 0):
+            _slot, _weight, late = _read_choices(call, i, source, awaited, choices_ptr, R)
+            spins += 1
+            if late < R:
+                lost, began = lose_patience(
+                    spins, began, flags_ptr, status_ptr, channel, call, late, rank, timeout_ns,
+                    NUM_CHANNELS, CHANNELS_P, R, POLL, INTERPRET,
+                )  # fmt: skip
+        slot, weight, late = _read_choices(call, i, source, awaited, choices_ptr, R)
     return slot, weight, lost
 
 
@@ -207,13 +211,10 @@ def _count_chunk(
     _row, i, _inside, source, awaited = _cells(
         chunk, tl.arange(0, TILE), R * bucket, bucket, alive_ptr, K, KP, TILE
     )
-    slot, _weight, late = _read_choices(call, i, source, awaited, choices_ptr, R)
-    lost = tl.full((), 0, tl.int32)
-    if late < R:
-        slot, _weight, lost = _await_choices(
-            call, i, source, awaited, late, choices_ptr, flags_ptr, status_ptr, channel, rank,
-            timeout_ns, R, NUM_CHANNELS, CHANNELS_P, POLL, INTERPRET,
-        )  # fmt: skip
+    slot, _weight, lost = _await_choices(
+        call, i, source, awaited, choices_ptr, flags_ptr, status_ptr, channel, rank, timeout_ns, R,
+        NUM_CHANNELS, CHANNELS_P, POLL, INTERPRET,
+    )  # fmt: skip
     counts = tl.histogram(slot, BINS, mask=slot >= 0)
     before = tl.cumsum(counts, 0) - counts
     expert = tl.arange(0, BINS)
@@ -287,13 +288,10 @@ def _place_chunk(
     num_rows = R * bucket
     cell = tl.arange(0, TILE)
     row, i, inside, source, awaited = _cells(chunk, cell, num_rows, bucket, alive_ptr, K, KP, TILE)
-    slot, weight, late = _read_choices(call, i, source, awaited, choices_ptr, R)
-    lost = tl.full((), 0, tl.int32)
-    if late < R:
-        slot, weight, lost = _await_choices(
-            call, i, source, awaited, late, choices_ptr, flags_ptr, status_ptr, channel, rank,
-            timeout_ns, R, NUM_CHANNELS, CHANNELS_P, POLL, INTERPRET,
-        )  # fmt: skip
+    slot, weight, lost = _await_choices(
+        call, i, source, awaited, choices_ptr, flags_ptr, status_ptr, channel, rank, timeout_ns, R,
+        NUM_CHANNELS, CHANNELS_P, POLL, INTERPRET,
+    )  # fmt: skip
     # Choices of the chunk that are for experts before, or for the same and come before.
     key = slot * TILE + cell
     keys = tl.where(slot >= 0, key, 0x7FFFFFFF).to(kind)
@@ -312,23 +310,11 @@ def _place_chunk(
     )
     lost += failed + all_failed
     place += before + tl.gather(offsets, expert, 0)
-    total = tl.where(lost == 0, total, 0)
-    slot = tl.where(lost == 0, slot, -1)
-    here = slot >= 0
-    kept = here & (place < capacity)
-    position = tl.where(kept, place, -1)
-    tl.store(row_index_ptr + place, row, mask=kept)
-    tl.store(row_index_ptr + i, -1, mask=inside & (i >= total) & (i < capacity))
-    tl.store(position_ptr + i, position, mask=inside)
-    tl.store(ids_ptr + i, slot, mask=inside)
-    tl.store(weights_ptr + i, weight, mask=here)
-    # The order in which combine adds.
-    present = tl.reshape(here.to(tl.int32), (ROWS, KP))
-    before_it = tl.reshape(tl.cumsum(present, 1), (ROWS * KP,)) - 1
-    tl.store(order_ptr + row * K + before_it, position, mask=here)
-    tl.store(order_weights_ptr + row * K + before_it, weight, mask=here)
-    rows_here = chunk * ROWS + tl.arange(0, ROWS)
-    tl.store(count_ptr + rows_here, tl.sum(present, 1), mask=rows_here < num_rows)
+    write_placed(
+        chunk * ROWS, row, i, inside, slot, place, weight, total, lost, capacity, num_rows, ids_ptr,
+        weights_ptr, row_index_ptr, position_ptr, order_ptr, order_weights_ptr, count_ptr, K, KP,
+        ROWS,
+    )  # fmt: skip
 
 
 def chunks_of(num_rows: int, padded_topk: int, tile: int) -> int:

@@ -24,6 +24,7 @@ import triton.language as tl
 
 from moe_comm.kernels.choice_route import route
 from moe_comm.kernels.expert_index import count_smaller
+from moe_comm.kernels.placed_rows import write_placed
 from moe_comm.kernels.signal import high_half, is_fatal, lose_patience, low_half, tagged
 
 # Up to this many choices of its own a source ranks them: counting pairs takes their square.
@@ -215,24 +216,11 @@ def index_ranked(
             call, slot, source, slot >= 0, starts_ptr, alive_ptr, L, P, R
         )
         place += before
-        total = tl.max(rows, 0)
-        slot = tl.where(lost == 0, slot, -1)
-        total = tl.where(lost == 0, total, 0)
-        here = slot >= 0
-        kept = here & (place < capacity)
-        position = tl.where(kept, place, -1)
-        tl.store(row_index_ptr + place, row, mask=kept)
-        tl.store(row_index_ptr + i, -1, mask=inside & (i >= total) & (i < capacity))
-        tl.store(position_ptr + i, position, mask=inside)
-        tl.store(ids_ptr + i, slot, mask=inside)
-        tl.store(weights_ptr + i, weight, mask=here)
-        # The order in which combine adds.
-        present = tl.reshape(here.to(tl.int32), (ROWS, KP))
-        before_it = tl.reshape(tl.cumsum(present, 1), (ROWS * KP,)) - 1
-        tl.store(order_ptr + row * K + before_it, position, mask=here)
-        tl.store(order_weights_ptr + row * K + before_it, weight, mask=here)
-        rows_here = program * ROWS + tl.arange(0, ROWS)
-        tl.store(count_ptr + rows_here, tl.sum(present, 1), mask=rows_here < num_rows)
+        write_placed(
+            program * ROWS, row, i, inside, slot, place, weight, tl.max(rows, 0), lost, capacity,
+            num_rows, ids_ptr, weights_ptr, row_index_ptr, position_ptr, order_ptr,
+            order_weights_ptr, count_ptr, K, KP, ROWS,
+        )  # fmt: skip
     else:
         expert = (program - row_programs) * TILE + tl.arange(0, TILE)
         # Before the first source's: before all.

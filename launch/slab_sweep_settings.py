@@ -26,8 +26,8 @@ MOST_AT_ONCE = 132
 # Files in kernels/ that a slab's calls run.
 _KERNELS = (
     "choice_route.py", "chunked_index.py", "combine.py", "dispatch.py", "expert_index.py",
-    "put_rows.py", "quantize.py", "ranked_index.py", "returned_rows.py", "signal.py",
-    "slot_signals.py",
+    "placed_rows.py", "put_rows.py", "quantize.py", "ranked_index.py", "returned_rows.py",
+    "signal.py", "slot_signals.py",
 )  # fmt: skip
 # Which of them bounds the programs that put a dispatch's rows depends on its size and mode.
 PROGRAM_KNOBS = (

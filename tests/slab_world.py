@@ -8,6 +8,7 @@ copied rows are compared exactly everywhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,6 +83,18 @@ class VirtualWorld:
                 )
             )
         return made
+
+    def mask_rank(self, rank: int, inputs: Sequence[RankInput]) -> list[RankInput]:
+        """The others go on without a rank; their inputs with choices of its experts masked, and
+        nothing of its own: what counts of these from now on."""
+        dead = torch.tensor(self.config.placement_for(self.num_ranks).local_expert_ids(rank))
+        alive = []
+        for other, given in enumerate(inputs):
+            lost = torch.isin(given.topk_idx, dead.to(self.device)) | (other == rank)
+            if other != rank:
+                self.engines[other].mask_rank(rank)
+            alive.append(replace(given, topk_idx=torch.where(lost, -1, given.topk_idx)))
+        return alive
 
     def poison(self) -> None:
         """Rows nobody has written must be seen: NaN in every value region of every rank."""

@@ -186,11 +186,12 @@ class SlabState(SlabStreams):
             slot.words.fill_(wrapped << 32)
 
     def _num_words(self) -> int:
-        """Words of a slot's programs, at the largest bucket."""
+        """Words of a slot's programs, at the largest bucket whose choices are counted."""
         from moe_comm.kernels.chunked_index import chunks_of, num_words
 
-        padded = next_power_of_2(self.config.num_topk)
-        chunks = chunks_of(self.num_ranks * self._bucket, padded, self._tile())
+        topk = self.config.num_topk
+        bucket = min(self._bucket, self.tuning.counted_choices // topk)
+        chunks = chunks_of(self.num_ranks * bucket, next_power_of_2(topk), self._tile())
         return num_words(chunks, self.num_local_experts)
 
     def read_status(self) -> Status:
