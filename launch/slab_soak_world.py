@@ -150,7 +150,7 @@ def capture(plan: Plan, worlds: Sequence[World], ledger: Ledger, stream: torch.c
 
 
 @dataclass(frozen=True, kw_only=True)
-class _VirtualGroup:
+class VirtualGroup:
     """What a communicator asks of its group, for a rank that shares its process with the others."""
 
     rank: int
@@ -172,7 +172,7 @@ def _virtual(plan: Plan, name: str, device: torch.device) -> list[Communicator]:
     return [
         SlabCommunicator(
             plan.config,
-            cast(Group, _VirtualGroup(rank=rank, num_ranks=plan.virtual, device=device)),
+            cast(Group, VirtualGroup(rank=rank, num_ranks=plan.virtual, device=device)),
             mode=mode or "auto",
             memory=memory,
         )
