@@ -1,4 +1,5 @@
-"""The pair's data: what result files of two ranks say of times and copies, as curves."""
+"""The pair's data: what result files of two ranks say of times and copies, as curves, and what
+those of slab_stand_in say of one rank among more."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moe_comm.backends.slab_modes import SlabTuning
+from moe_comm.config import EPConfig
 from moe_comm.launch.results import read_json
 from moe_comm.wire import WIRES
 
@@ -33,6 +36,14 @@ class Shape:
         """Values and scales of a row."""
         return WIRES[self.wire].row_bytes(self.hidden)
 
+    @property
+    def config(self) -> EPConfig:
+        """One that dispatches and combines such rows."""
+        return EPConfig(
+            num_experts=self.num_experts, num_topk=self.num_topk, hidden=self.hidden,
+            dispatch_wire=self.wire, combine_wire=self.wire,
+        )  # fmt: skip
+
 
 @dataclass(kw_only=True)
 class PairData:
@@ -41,6 +52,9 @@ class PairData:
     Attributes:
         curves: (backend or backend:mode, phase) -> shape -> tokens -> microseconds of each routing.
         copies: bytes to the peer -> microseconds, in a graph.
+        limits: the same, of copies beside other rows; what there is where `copies` is empty.
+        stand_ins: (phase, mode of the slab) -> shape -> ranks -> tokens -> microseconds of one of
+            so many ranks; mode is "" for combine, whose launches do not depend on it.
         files: names of what was read.
     """
 
@@ -48,6 +62,10 @@ class PairData:
         default_factory=dict
     )
     copies: dict[int, float] = field(default_factory=dict)
+    limits: dict[int, float] = field(default_factory=dict)
+    stand_ins: dict[tuple[str, str], dict[Shape, dict[int, dict[int, float]]]] = field(
+        default_factory=dict
+    )
     files: list[str] = field(default_factory=list)
 
     @classmethod
@@ -66,15 +84,22 @@ class PairData:
             except ValueError:
                 # Summaries have a schema of their own.
                 continue
+            if {device_name(one) for one in document["devices"]} != {device}:
+                continue
+            if document["command"] == "slab_stand_in":
+                eager.files.append(path.name)
+                for row in document["rows"]:
+                    eager._take_stand_in(row)
+                continue
             rows = [row for row in document["rows"] if _counts(row)]
-            here = {device_name(one) for one in document["devices"]}
-            if rows and document["command"] in _COMMANDS and here == {device}:
+            if rows and document["command"] in _COMMANDS:
                 eager.files.append(path.name)
                 for row in rows:
                     (captured if row["cuda_graph"] and graphs else eager)._take(row)
         # A backend that was captured anywhere is not told by its eager calls.
         eager.curves |= captured.curves
         eager.copies |= captured.copies
+        eager.limits |= captured.limits
         return eager
 
     def _take(self, row: Mapping[str, Any]) -> None:
@@ -84,16 +109,18 @@ class PairData:
                 self.copies[row["params"]["bytes"]] = time
             return
         if row["phase"] in ("dispatch", "combine") and row["limit_kind"] == "peer copy":
-            self.copies.setdefault(row["remote_bytes"], row["limit_us"])
-        shape = Shape(
-            hidden=row["hidden"],
-            num_topk=row["num_topk"],
-            num_experts=row["num_experts"],
-            wire=row["wire"].partition("/")[0],
-        )
-        for name in _names_of(row["backend"], row["mode"]):
+            self.limits.setdefault(row["remote_bytes"], row["limit_us"])
+        shape = _shape_of(row)
+        for name in _names_of(row, shape):
             curve = self.curves.setdefault((name, row["phase"]), {}).setdefault(shape, {})
             curve.setdefault(row["num_tokens"], {})[row["routing"]] = time
+
+    def _take_stand_in(self, row: Mapping[str, Any]) -> None:
+        if row["wrong"] or not row["samples"] or row["params"]["changed"]:
+            return
+        key = (row["phase"], row["mode"] if row["phase"] == "dispatch" else "")
+        of_ranks = self.stand_ins.setdefault(key, {}).setdefault(_shape_of(row), {})
+        of_ranks.setdefault(row["ep_size"], {})[row["num_tokens"]] = row["slowest_rank_p50_us"]
 
     def shapes(self, name: str, phase: str) -> list[Shape]:
         """Shapes that a backend's phase was measured at."""
@@ -110,7 +137,7 @@ class PairData:
         """(bytes, us) ascending; sizes within a tenth of each other are one point, so that no
         slope is taken between them."""
         groups: list[list[tuple[int, float]]] = []
-        for size, time in sorted(self.copies.items()):
+        for size, time in sorted((self.copies or self.limits).items()):
             if not groups or size > 1.1 * groups[-1][0][0]:
                 groups.append([])
             groups[-1].append((size, time))
@@ -125,11 +152,26 @@ def device_name(device: Mapping[str, Any]) -> str:
     return "cpu" if device["type"] == "cpu" else str(device["name"])
 
 
-def _names_of(backend: str, mode: str) -> set[str]:
-    """What this row answers for: the slab takes a mode by the bucket, c10d is exact by default."""
+def _shape_of(row: Mapping[str, Any]) -> Shape:
+    return Shape(
+        hidden=row["hidden"], num_topk=row["num_topk"], num_experts=row["num_experts"],
+        wire=row["wire"].partition("/")[0],
+    )  # fmt: skip
+
+
+def _names_of(row: Mapping[str, Any], shape: Shape) -> set[str]:
+    """What this row answers for: the slab by itself only in the mode that it takes by the bucket,
+    c10d is exact by default."""
+    backend, mode = row["backend"], row["mode"]
     full = f"{backend}:{mode}" if mode else backend
-    plain = backend == "slab" and not mode.endswith("put")
-    return {full, backend} if plain or mode == "exact" else {full}
+    plain = mode == "exact"
+    if backend == "slab":
+        # A combine is the same in both modes.
+        modes = {"low-latency", "high-throughput"}
+        if row["phase"] != "combine":
+            modes = {SlabTuning().plan(shape.config, row["num_tokens"]).mode}
+        plain = mode in modes
+    return {full, backend} if plain else {full}
 
 
 def _counts(row: Mapping[str, Any]) -> bool:

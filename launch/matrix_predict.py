@@ -2,18 +2,22 @@
 
 Times are of the slowest rank. R ranks, T tokens of a rank, K choices of E experts, H hidden.
 
-    t(R, T) = tau(T') + max(0, V(R, T) - V(2, T')) / (r * F)
+    t(R, T) = tau(T') + max(0, V(R, T) - V(2, T')) / (r * F) + e(R, T)
 
 tau       the pair's own time, piecewise linear in tokens (matrix_pair), of the same backend, phase,
           shape and routing. For a shape that the pair did not measure: tau of another shape, its
           part above the smallest T scaled by the bytes of a row (dispatch: wire included) or of a
           token's expert rows (combine and the per-expert baseline: K * H); latency stays.
-T'        dispatch: R * T / 2, since R * T received rows and R * T * K choices to index are then the
-          pair's; combine and per-expert: T, since a rank has T * K expert rows whatever R is.
+T'        T; dispatch of others than the slab and per-expert: R * T / 2, since R * T received rows
+          and R * T * K choices to index are then the pair's. The slab indexes while rows travel.
 V         remote bytes of the busiest rank: rows that moe_comm.traffic says (uniform routing:
           expected_distinct(R) * (R - 1) / R a token), ids and weights with them in dispatch; whole
           blocks, (R - 1) * T rows, for c10d:dense and where the slab takes copies; T * K * (R-1)/R
-          for per-expert. So the links are taken for the only thing that grows beyond tau(T').
+          for per-expert.
+e         of the slab: what slab_stand_in measured of one of R ranks less what it measured of one
+          of two and less the link's time for the bytes beyond, not below 0. At the same phase, mode
+          and R, of the nearest shape, by the bytes of a row; linear in T, from 0 at T = 0. Where it
+          was measured at fewer than two sizes, and of other backends, 0.
 r         bytes a microsecond of the pair's peer copy at its largest size.
 F         copies to all peers at once over copies to one, by rate, where section copies has measured
           them on this host; else 1: a GPU has the same links to a switch, whoever is behind it.
@@ -32,7 +36,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_comm.backends.slab_modes import SlabTuning
+from moe_comm.backends.slab_modes import Plan, SlabTuning
 from moe_comm.config import EPConfig
 from moe_comm.launch.matrix_pair import PairData, Shape, line_through, rate_of
 from moe_comm.launch.routing import SHIPPED_TRACE, Routing, parse_routing
@@ -87,7 +91,8 @@ class Predictor:
         if not known or rate is None:
             what = "peer copies" if known else f"{name} {phase}"
             return Prediction(reason=f"no data of the pair for {what}")
-        equal = tokens * self.num_ranks / 2 if _by_slab(name, phase) else float(tokens)
+        by_received = phase == "dispatch" and not name.startswith(("slab", "per-expert"))
+        equal = tokens * self.num_ranks / 2 if by_received else float(tokens)
         here = self._bytes(self.num_ranks, name, phase, config, tokens, routing)
         there = self._bytes(2, name, phase, config, equal, "uniform")
         near = self._nearest(name, phase, wanted)
@@ -99,11 +104,35 @@ class Predictor:
         notes = [] if near == wanted else [f"from {near}"]
         if equal > points[-1][0]:
             notes.append(f"beyond the pair's {points[-1][0]} tokens")
+        excess, told = 0.0, ""
+        if name.startswith("slab") and beyond:
+            excess, told = self._excess(phase, plan_of(name, config, tokens).mode, wanted, tokens)
+        notes += [told] if told else []
         return Prediction(
-            us=time + beyond / (rate * self.fan_out),
+            us=time + beyond / (rate * self.fan_out) + excess,
             remote_bytes=round(here),
             note="; ".join(notes),
         )
+
+    def _excess(self, phase: str, mode: str, wanted: Shape, tokens: int) -> tuple[float, str]:
+        """e, and where it is from."""
+        ranks, rate = self.num_ranks, rate_of(self.pair.copy_points())
+        found = self.pair.stand_ins.get((phase, mode if phase == "dispatch" else ""), {})
+        shapes = [s for s in found if 2 in found[s] and len(found[s].get(ranks, ())) > 1]
+        if not shapes or rate is None:
+            return 0.0, ""
+        shape = min(shapes, key=lambda s: _unlike(s, wanted))
+        two = sorted(found[shape][2].items())
+        points = [(0.0, 0.0)]
+        for size, time in sorted(found[shape][ranks].items()):
+            here, there = (
+                self._bytes(r, f"slab:{mode}", phase, shape.config, size, "uniform")
+                for r in (ranks, 2)
+            )
+            over = time - line_through(two, size) - max(0.0, here - there) / rate
+            points.append((size, max(0.0, over)))
+        scale = wanted.row_bytes / shape.row_bytes
+        return scale * line_through(points, tokens), f"stand-ins of {ranks} ranks at {shape}"
 
     def copy(self, size: int, peers: int) -> Prediction:
         """`size` bytes to each of `peers` at once."""
@@ -118,12 +147,7 @@ class Predictor:
         """The shape that the pair measured, or the one most like it."""
         return min(
             self.pair.shapes(name, phase),
-            key=lambda s: (
-                s != wanted,
-                s.wire != wanted.wire,
-                s.num_topk != wanted.num_topk,
-                abs(s.hidden - wanted.hidden),
-            ),
+            key=lambda shape: _unlike(shape, wanted),
         )
 
     @staticmethod
@@ -134,7 +158,7 @@ class Predictor:
         least, first = points[0]
         if near == wanted or tokens <= least:
             return line_through(points, tokens)
-        if _by_slab(name, phase):
+        if phase == "dispatch" and name != "per-expert":
             scale = wanted.row_bytes / near.row_bytes
         else:
             scale = wanted.hidden * wanted.num_topk / (near.hidden * near.num_topk)
@@ -150,12 +174,10 @@ class Predictor:
             return tokens * config.num_topk * (ranks - 1) / ranks * 2 * config.hidden
         if not back:
             row += 8 * config.num_topk
-        plan = SlabTuning().plan(config, max(1, round(tokens)))
-        # Of the slab, only a dispatch by copies sends rows that nobody asked for.
-        copies = name == "slab:high-throughput" or (
-            name == "slab" and plan.mode == "high-throughput"
-        )
-        whole = name == "c10d:dense" or (copies and not back)
+        whole = name == "c10d:dense"
+        if name.startswith("slab") and not back:
+            # Of the slab, only a dispatch by copies sends rows that nobody asked for.
+            whole = plan_of(name, config, max(1, round(tokens))).mode == "high-throughput"
         if whole:
             return (ranks - 1) * tokens * row
         if routing == "uniform":
@@ -198,9 +220,20 @@ class Predictor:
         )
 
 
-def _by_slab(name: str, phase: str) -> bool:
-    """Whether what a rank receives and indexes decides, not its own expert rows."""
-    return phase == "dispatch" and name != "per-expert"
+def plan_of(name: str, config: EPConfig, tokens: int) -> Plan:
+    """What a slab of this name, with or without its mode, launches."""
+    mode = name.partition(":")[2] or "auto"
+    return SlabTuning(mode=mode).plan(config, tokens)
+
+
+def _unlike(shape: Shape, wanted: Shape) -> tuple[object, ...]:
+    """How far a shape is from the one wanted, in order of what matters."""
+    return (
+        shape != wanted,
+        shape.wire != wanted.wire,
+        shape.num_topk != wanted.num_topk,
+        abs(shape.hidden - wanted.hidden),
+    )
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,8 +1,9 @@
-"""What one rank of R does in dispatch and combine, timed on two GPUs; R may be any number.
+r"""What one rank of R does in dispatch and combine, timed on two GPUs; R may be any number.
 
     python -m moe_comm.launch.slab_stand_in --out FILE --ranks 2,4,8 --num-tokens 1,128,4096
     python -m moe_comm.launch.slab_stand_in --out FILE --ranks 8 --modes low-latency,high-throughput
-    python -m moe_comm.launch.slab_stand_in --out FILE --ranks 8 --knob ranked_programs=20,40,80
+    python -m moe_comm.launch.slab_stand_in --out FILE --ranks 8 --knob combine_block=2048,4096 \
+        --knob combine_warps=8,16
 
 Rank 0 has a GPU to itself and the other ranks' memory is the second GPU's, twice at once, the other
 way round (stand_in_world). What is timed is what a rank computes and what its link carries among R
@@ -41,14 +42,13 @@ from moe_comm.launch.options import (
     check_outputs,
     known,
     many,
-    one,
     routings_of,
     token_count,
 )
 from moe_comm.launch.rank_data import RankData
 from moe_comm.launch.results import Row
 from moe_comm.launch.routing import Routing
-from moe_comm.launch.slab_sweep_compile import compile_ahead
+from moe_comm.launch.slab_sweep_compile import compile_ahead, count_compiles
 from moe_comm.launch.slab_sweep_settings import HALVES, Setting
 from moe_comm.launch.stand_in_world import Meeting, Problem, StandInWorld, on
 from moe_comm.launch.timing import Statistics, percentile
@@ -105,15 +105,22 @@ class Case:
         return f"{self.preset} {self.num_ranks} {self.routing.text} {self.calls} {self.setting}"
 
 
-def knob(text: str) -> tuple[tuple[str, int], ...]:
-    """NAME=VALUE[,VALUE...] of a SlabTuning's knob that is a number."""
+def changes_of(text: str) -> list[tuple[str, int]]:
+    """(name, value) of NAME=VALUE[,VALUE...], a knob of SlabTuning that is a number."""
     name, _, values = text.partition("=")
     numbers = [f.name for f in dataclasses.fields(SlabTuning) if f.name != "mode"]
     known(numbers)(name)
     try:
-        return tuple((name, int(value)) for value in values.split(","))
+        return [(name, int(value)) for value in values.split(",")]
     except ValueError as error:
         raise click.BadParameter(f"expected NAME=NUMBER[,NUMBER...], got {text!r}") from error
+
+
+def _each_knob(
+    ctx: click.Context, param: click.Parameter, texts: Sequence[str]
+) -> list[list[tuple[str, int]]]:
+    del ctx, param
+    return [changes_of(text) for text in texts]
 
 
 def _above_one(text: str) -> int:
@@ -132,8 +139,9 @@ def _above_one(text: str) -> int:
               help="of dispatch; combine's is bf16")  # fmt: skip
 @click.option("--routing", default="uniform", help="see moe-bench run")
 @click.option("--modes", default="auto", callback=many(known(list(MODES))))
-@click.option("--knob", "knobs", callback=one(knob), metavar="NAME=N[,N...]",
-              help="a case for each value of a SlabTuning knob")  # fmt: skip
+@click.option("--knob", "knobs", multiple=True, callback=_each_knob, metavar="NAME=N[,N...]",
+              help="a case for each value of a SlabTuning knob; of several, for each "
+              "combination")  # fmt: skip
 @click.option("--calls", type=click.IntRange(1, 32), default=8, help="in a row, and slots")
 @click.option("--replays", type=click.IntRange(3), default=15, help="samples of each graph")
 @click.option("--seconds", type=click.FloatRange(min=1), default=300.0, help="of the whole run")
@@ -150,13 +158,17 @@ def command(**given: Any) -> int:
     left = [case for case in cases if case.identity not in done]
     _ahead(left, devices[0], seconds=0.4 * given["seconds"])
     meeting, kept, longest = Meeting(devices, TIMEOUT_S), _Kept(given["seed"]), 0.0
+    compiled = count_compiles()
     for index, case in enumerate(left):
-        started = time.monotonic()
+        started, before = time.monotonic(), compiled()
         if index and started - began + longest > given["seconds"]:
             print(f"out of time: {len(left) - index} cases left; run it again", file=sys.stderr)
             return spawn.LOST
         rows = measure(case, kept, devices, meeting, given["replays"])
         longest = max(time.monotonic() - started, 0.8 * longest)
+        facts = {"compiled": compiled() - before, "seconds": round(time.monotonic() - started, 2)}
+        for row in rows:
+            row.params |= facts
         document["rows"] += [dataclasses.asdict(row) for row in rows]
         results.validate(document)
         results.write_json(str(path), document)
@@ -165,13 +177,13 @@ def command(**given: Any) -> int:
             for row in rows
             if row.slowest_rank_p50_us is not None
         )
-        print(f"{case.identity}: {words} us, wrong {rows[0].wrong}, {longest:.1f} s", flush=True)
+        print(f"{case.identity}: {words} us, wrong {rows[0].wrong}; {facts}", flush=True)
     return 1 if any(row["wrong"] for row in document["rows"]) else 0
 
 
 def _cases(given: dict[str, Any]) -> Iterator[Case]:
     """Large ones last; what a knob changes next to each other."""
-    changes = [{name: value} for name, value in given["knobs"]] if given["knobs"] else [{}]
+    changes = [dict(combination) for combination in itertools.product(*given["knobs"])]
     for preset, count, tokens, wire in itertools.product(
         given["presets"], given["ranks"], given["num_tokens"], given["wires"]
     ):
@@ -225,7 +237,7 @@ def _ahead(cases: Sequence[Case], device: torch.device, *, seconds: float) -> No
     def compile_kind(kind: tuple[str, int]) -> None:
         of_kind = [case for case in cases if (case.preset, case.num_ranks) == kind]
         compile_ahead(
-            [case.setting for case in of_kind], of_kind[0].config.replace(num_slots=2),
+            [case.setting for case in of_kind], of_kind[0].config,
             num_ranks=kind[1], capability=torch.cuda.get_device_capability(device),
             workers=workers, seconds=seconds, say=lambda text: print(text, file=sys.stderr),
         )  # fmt: skip

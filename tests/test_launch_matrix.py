@@ -61,10 +61,11 @@ def document(rows, ranks=2, name="NVIDIA H200", kind="cuda"):
 
 def pair_rows():
     return [
-        row(phase, tokens, base + slope * tokens)
+        row(phase, tokens, base + slope * tokens,
+            mode="high-throughput" if tokens == 4096 else "low-latency")
         for phase, base, slope in (("dispatch", 10.0, 0.02), ("combine", 12.0, 0.04))
         for tokens in (1, 128, 4096)
-    ]
+    ]  # fmt: skip
 
 
 def pair_of(tmp_path: Path, rows, **options) -> PairData:
@@ -96,6 +97,30 @@ class TestPairData:
         assert pair.points("slab", "dispatch", shape, "zipf:1") == [(1, 10.0), (8, 25.0)]
         assert pair.points("c10d", "round_trip", shape, "") == [(8, 70.0)]
         assert pair.points("c10d:dense", "round_trip", shape, "") == [(8, 60.0)]
+
+    def test_a_forced_mode_does_not_speak_for_the_slab(self, tmp_path):
+        pair = pair_of(
+            tmp_path,
+            [
+                row("dispatch", 4096, 88.0, mode="high-throughput"),
+                row("dispatch", 4096, 99.0, mode="low-latency"),
+                row("dispatch", 4096, 62.0, mode="low-latency", wire="fp8"),
+                row("combine", 4096, 153.0, mode="low-latency"),
+            ],
+        )
+        times = {(name, phase, shape.wire): curve[4096]["uniform"]
+                 for (name, phase), curves in pair.curves.items()
+                 for shape, curve in curves.items()}  # fmt: skip
+        assert times["slab", "dispatch", "bf16"] == 88.0
+        assert times["slab:low-latency", "dispatch", "bf16"] == 99.0
+        assert times["slab", "dispatch", "fp8"] == 62.0
+        assert times["slab", "combine", "bf16"] == 153.0
+
+    def test_copies_by_themselves_go_before_limits(self, tmp_path):
+        copies = [row("copy", 0, t, mode="alone", limit_kind=None, params={"bytes": n})
+                  for n, t in ((10**6, 5.0), (10**8, 250.0))]  # fmt: skip
+        pair = pair_of(tmp_path, [*pair_rows(), *copies])
+        assert pair.copy_points() == [(1e6, 5.0), (1e8, 250.0)]
 
     def test_other_commands_and_devices_are_left_out(self, tmp_path):
         write_json(str(tmp_path / "2026-01-02_x.json"), document(pair_rows()) | {"command": "tune"})
@@ -129,11 +154,51 @@ class TestPredictions:
         here = Predictor(pair=pair_of(tmp_path, pair_rows()), num_ranks=8, fan_out=fan_out)
         rows8 = expected_distinct(8, 896, 16) * 7 / 8
         rows2 = expected_distinct(2, 896, 16) / 2
-        there = 10 + 0.02 * 512 + (rows8 * 128 - rows2 * 512) * 7296 / (RATE * fan_out)
+        there = 10 + 0.02 * 128 + (rows8 - rows2) * 128 * 7296 / (RATE * fan_out)
         back = 12 + 0.04 * 128 + (rows8 - rows2) * 128 * 7168 / (RATE * fan_out)
         both = [here.cell("slab", p, K3, 128, "uniform").us for p in ("dispatch", "combine")]
         assert both == pytest.approx([there, back], rel=1e-3)
         assert here.cell("slab", "round_trip", K3, 128, "uniform").us == pytest.approx(sum(both))
+
+    def test_one_rank_among_eight_is_as_the_stand_ins_were(self, tmp_path):
+        """e is what they took beyond two ranks' time and the link's: by phase, in lines from 0 on,
+        and with the bytes of a row."""
+        rows8 = expected_distinct(8, 896, 16) * 7 / 8 - expected_distinct(2, 896, 16) / 2
+
+        def link(phase: str, tokens: int, hidden: int = 3584) -> float:
+            return rows8 * tokens * (2 * hidden + (128 if phase == "dispatch" else 0)) / RATE
+
+        told = [
+            row(phase, tokens, 5 + (link(phase, tokens) + excess if ranks == 8 else 0),
+                ep_size=ranks, params={"changed": {}})
+            for phase, both in (("dispatch", (2.0, 8.0)), ("combine", (10.0, 30.0)))
+            for tokens, excess in zip((128, 512), both, strict=True)
+            for ranks in (2, 8)
+        ]  # fmt: skip
+        told += [
+            row("dispatch", 128, 99.0, ep_size=8, params={"changed": {"ranked_programs": 1}}),
+            row("dispatch", 128, 99.0, ep_size=8, params={"changed": {}}, wrong=1),
+            row("dispatch", 128, 99.0, ep_size=4, params={"changed": {}}),
+        ]
+        file = document(told) | {"command": "slab_stand_in"}
+        write_json(str(tmp_path / "2026-01-02_x_stand-in.json"), file)
+        here = Predictor(pair=pair_of(tmp_path, pair_rows()), num_ranks=8)
+        for phase, base, slope, excesses in (
+            ("dispatch", 10, 0.02, {1: 2 / 128, 128: 2.0, 320: 5.0, 1024: 16.0}),
+            ("combine", 12, 0.04, {64: 5.0, 128: 10.0, 320: 20.0, 896: 50.0}),
+        ):
+            for tokens, excess in excesses.items():
+                found = here.cell("slab", phase, K3, tokens, "uniform")
+                want = base + slope * tokens + link(phase, tokens) + excess
+                assert found.us == pytest.approx(want, rel=1e-3), (phase, tokens)
+                assert "stand-ins of 8 ranks" in found.note
+        wide = here.cell("slab", "combine", EPConfig.preset("kimi-k3-wide"), 128, "uniform")
+        want = 12 + 0.04 * (1 + 127 * 2) + link("combine", 128, 7168) + 2 * 10
+        assert wide.us == pytest.approx(want, rel=1e-3)
+        # No stand-in went by copies, and four ranks were measured at one size.
+        assert "stand-in" not in here.cell("slab", "dispatch", K3, 4096, "uniform").note
+        four = Predictor(pair=here.pair, num_ranks=4).cell("slab", "dispatch", K3, 128, "uniform")
+        assert "stand-in" not in four.note
 
     def test_traces_are_drawn_as_the_run_will(self, tmp_path):
         here = Predictor(pair=pair_of(tmp_path, pair_rows()), num_ranks=4)
@@ -148,6 +213,7 @@ class TestPredictions:
         here = Predictor(pair=pair_of(tmp_path, pair_rows()), num_ranks=8)
         found = here.cell("slab", "dispatch", K3, 4096, "uniform")
         assert found.remote_bytes == 7 * 4096 * 7296
+        found = here.cell("slab", "dispatch", K3, 8192, "uniform")
         assert "beyond the pair's 4096 tokens" in found.note
 
     def test_another_shape_is_scaled_by_its_bytes(self, tmp_path):
@@ -173,7 +239,7 @@ class TestPredictions:
         assert "moe_layer" in here.cell("slab", "moe_layer", K3, 1, "uniform").reason
         one = Predictor(pair=PairData(curves={("slab", "dispatch"): {
             next(iter(pair.curves["slab", "dispatch"])): {1: {"uniform": 1.0}}}},
-            copies=pair.copies), num_ranks=8)  # fmt: skip
+            limits=pair.limits), num_ranks=8)  # fmt: skip
         assert "one size alone" in one.cell("slab", "dispatch", K3, 1, "uniform").reason
 
     def test_copies_and_fan_out(self, tmp_path):
