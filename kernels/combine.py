@@ -143,8 +143,8 @@ def _combine_kernel(
     peers_ptr, partials_ptr, partial_scales_ptr, flags_offset, flags_ptr, state_ptr, status_ptr,
     channel, dispatch_channel, rank, bucket, timeout_ns,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
-    UNROLL: tl.constexpr, FOLD_UNROLL: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr,
-    GROUP: tl.constexpr, VALUE_BYTES: tl.constexpr, ROWS_LAYOUT: tl.constexpr,
+    UNROLL: tl.constexpr, FOLD_UNROLL: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
+    WIRE: tl.constexpr, GROUP: tl.constexpr, VALUE_BYTES: tl.constexpr, ROWS_LAYOUT: tl.constexpr,
     APPLIED: tl.constexpr, ROW_ALIGN: tl.constexpr, HAS_BIAS: tl.constexpr,
     NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr, RELEASE: tl.constexpr,
     SEND: tl.constexpr, RECEIVE: tl.constexpr, POLL: tl.constexpr, INTERPRET: tl.constexpr,
@@ -191,7 +191,19 @@ def _combine_kernel(
                     base = tl.load(put_ptr + peer)
                     # No row of a masked rank has a choice here, so nothing is put to one.
                     count = tl.load(order_count_ptr + row)
-                    if R <= 4:
+                    if AHEAD:
+                        # Most rows have a choice here. What decides whether it is put is asked for
+                        # with it, not behind the sum, where the compiler would move it.
+                        writes = (count > 0) & (usable != 0) & (base != 0)
+                        partial = _expert_sum(
+                            y_ptr, order_ptr, order_weights_ptr, row, count, column,
+                            (column < H) & writes, H, K, BLOCK, ROWS_LAYOUT, APPLIED, UNROLL,
+                        )  # fmt: skip
+                        put_partial(
+                            partial, writes, block, y_type, base, rows_offset, scales_offset,
+                            target, H, G, BLOCK, WIRE, GROUP, VALUE_BYTES, ROW_ALIGN,
+                        )  # fmt: skip
+                    elif R <= 4:
                         # Most rows have a choice here: what they need is asked for at once.
                         partial = _expert_sum(
                             y_ptr, order_ptr, order_weights_ptr, row, count, column,

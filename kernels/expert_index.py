@@ -143,7 +143,7 @@ def rank_by_counting(
             j = start + step * BLOCK + tl.arange(0, BLOCK)
             others = load_ids(ids_ptr, j, num_readable)
             others_key = tl.where(others >= 0, others * num_choices + j, 0x7FFFFFFF).to(counts)
-            keys = keys + (others_key,)  # type: ignore[assignment] # noqa: RUF005
+            keys = keys + (others_key,)  # type: ignore[assignment]
             present += (others >= 0).to(tl.int32)
         for step in tl.static_range(UNROLL):
             smaller = count_smaller(smaller, key[None, :], keys[step][:, None], EXACT)

@@ -76,7 +76,7 @@ def put_ranked(
             )
             key = (others_rank * P + others_slot) * num_choices + j
             key = tl.where(others_rank >= 0, key, 0x7FFFFFFF).to(counts)
-            keys = keys + (key,)  # type: ignore[assignment] # noqa: RUF005
+            keys = keys + (key,)  # type: ignore[assignment]
         for step in tl.static_range(UNROLL):
             smaller = count_smaller(smaller, query[None, :], keys[step][:, None], EXACT)
     ranks = tl.sum(smaller, 0).to(tl.int32)

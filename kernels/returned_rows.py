@@ -68,19 +68,52 @@ def _read_partial(
     partials_ptr, scales_ptr, source, bucket, token, column, block, awaited, H: tl.constexpr,
     G: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Bits [BLOCK] of what rank `source` sent of a token, of its scales, and whether some of it,
-    where `awaited`, is not here yet. Past every cache of this multiprocessor."""
+    """Bits [BLOCK] of what rank `source` sent of a token, and of its scales; 0 where not `awaited`.
+    Past every cache of this multiprocessor."""
     row = source.to(tl.int64) * bucket + token
     mask = (column < H) & awaited
     values = tl.load(partials_ptr + row * H + column, mask=mask, other=0, volatile=True)
-    missing = tl.max((values == EMPTY).to(tl.int32), 0)
     scales = values
     if WIRE != 0:
         group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
         mask = (group < G) & awaited
         scales = tl.load(scales_ptr + row * G + group, mask=mask, other=0, volatile=True)
-        missing = tl.maximum(missing, tl.max((scales == EMPTY).to(tl.int32), 0))
-    return values, scales, missing
+    return values, scales
+
+
+@triton.jit
+def _is_missing(values_late, scales_late, WIRE: tl.constexpr):
+    """Whether some of values or scales is not here yet, of what says so element by element."""
+    missing = tl.max(values_late.to(tl.int32), 0)
+    if WIRE != 0:
+        missing = tl.maximum(missing, tl.max(scales_late.to(tl.int32), 0))
+    return missing
+
+
+@triton.jit
+def _read_partials(
+    sources, partials_ptr, scales_ptr, bucket, token, column, block, H: tl.constexpr,
+    G: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr, GROUP: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    """_read_partial of COUNT sources, a tuple, -1 for none; and whether some of them is not here
+    yet. All are asked for before the first is looked at: what a program's threads have to agree on
+    keeps later reads back."""
+    values = ()
+    scales = ()
+    for step in tl.static_range(COUNT):
+        some, more = _read_partial(
+            partials_ptr, scales_ptr, sources[step], bucket, token, column, block,
+            sources[step] >= 0, H, G, BLOCK, WIRE, GROUP,
+        )  # fmt: skip
+        values = values + (some,)
+        scales = scales + (more,)
+    values_late = values[0] == EMPTY
+    scales_late = scales[0] == EMPTY
+    for step in tl.static_range(1, COUNT):
+        values_late = values_late | (values[step] == EMPTY)
+        scales_late = scales_late | (scales[step] == EMPTY)
+    return values, scales, _is_missing(values_late, scales_late, WIRE)
 
 
 @triton.jit
@@ -116,20 +149,22 @@ def _await_partial(
 ):  # fmt: skip
     """_read_partial again and again until all is here, at most timeout_ns. The last is whether it
     is not, after a timeout, a phase error or where the status word held either before."""
-    values, scales, missing = _read_partial(
+    values, scales = _read_partial(
         partials_ptr, scales_ptr, source, bucket, token, column, block, awaited, H, G, BLOCK, WIRE,
         GROUP,
     )  # fmt: skip
+    missing = _is_missing(values == EMPTY, scales == EMPTY, WIRE)
     lost = tl.full((), 0, tl.int32)
     if missing > 0:
         lost += is_fatal(status_ptr, POLL)
     spins = 0
     start = tl.full((), 0, tl.int64)
     while (missing > 0) & (lost == 0):
-        values, scales, missing = _read_partial(
+        values, scales = _read_partial(
             partials_ptr, scales_ptr, source, bucket, token, column, block, awaited, H, G, BLOCK,
             WIRE, GROUP,
         )  # fmt: skip
+        missing = _is_missing(values == EMPTY, scales == EMPTY, WIRE)
         spins += 1
         if missing > 0:
             lost, start = lose_patience(
@@ -168,15 +203,14 @@ def fold_returned(
         acc = acc + tl.where(count > 1, tl.where(second == rank, own, other), -0.0)
     else:
         for start in range(0, count, UNROLL):
-            # All are asked for together, and again when they are known to be here.
-            missing = tl.full((), 0, tl.int32)
+            sources = ()
             for step in tl.static_range(UNROLL):
                 source = _fold_source(fold_rank_ptr, token, start + step, count, rank, K)
-                _values, _scales, not_here = _read_partial(
-                    partials_ptr, scales_ptr, source, bucket, token, column, block, source >= 0,
-                    H, G, BLOCK, WIRE, GROUP,
-                )  # fmt: skip
-                missing += not_here
+                sources = sources + (source,)
+            values, scales, missing = _read_partials(
+                sources, partials_ptr, scales_ptr, bucket, token, column, block, H, G, BLOCK, WIRE,
+                GROUP, UNROLL,
+            )  # fmt: skip
             if missing > 0:
                 for late in range(UNROLL):
                     source = _fold_source(fold_rank_ptr, token, start + late, count, rank, K)
@@ -186,17 +220,16 @@ def fold_returned(
                         H, G, R, BLOCK, WIRE, GROUP, NUM_CHANNELS, CHANNELS_P, POLL, INTERPRET,
                     )  # fmt: skip
                     lost += gone
+                values, scales, missing = _read_partials(
+                    sources, partials_ptr, scales_ptr, bucket, token, column, block, H, G, BLOCK,
+                    WIRE, GROUP, UNROLL,
+                )  # fmt: skip
             for step in tl.static_range(UNROLL):
-                source = _fold_source(fold_rank_ptr, token, start + step, count, rank, K)
-                values, scales, _not_here = _read_partial(
-                    partials_ptr, scales_ptr, source, bucket, token, column, block, source >= 0,
-                    H, G, BLOCK, WIRE, GROUP,
-                )  # fmt: skip
                 value = _take_partial(
-                    values, scales, partials_ptr, scales_ptr, source, bucket, token, column, block,
-                    source >= 0, y_type, H, G, BLOCK, WIRE, GROUP,
+                    values[step], scales[step], partials_ptr, scales_ptr, sources[step], bucket,
+                    token, column, block, sources[step] >= 0, y_type, H, G, BLOCK, WIRE, GROUP,
                 )  # fmt: skip
-                mine = (start + step < count) & (source < 0)
+                mine = (start + step < count) & (sources[step] < 0)
                 acc = acc + tl.where(mine, own, value)
     return acc, lost
 

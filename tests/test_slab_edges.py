@@ -206,3 +206,87 @@ def test_survivors_of_a_half_heard_rank_go_on_together() -> None:
     # Rank 0 has not combined yet, and that is seen.
     assert survivors[1].read_status().bits == StatusBit.TIMEOUT
     assert survivors[1].read_status().peer == 0
+
+
+def _late_rows(world, seed, late):
+    """Combine up to where rank 0 waits, of which the rows of ranks `late` are taken away. Returns
+    what gives them back, what rank 0 must get, its dispatch, and what makes it wait."""
+    from moe_comm.calls import check_combine
+
+    generator = torch.Generator().manual_seed(seed)
+    inputs = world.inputs((3, 1, 0, 2), generator, masked=0.4)
+    got = world.dispatch(inputs)
+    rows = [
+        torch.randn(d.row_index.shape[0], world.config.hidden, generator=generator).bfloat16()
+        for d in got
+    ]
+    want = world.combine(rows, got)[0]
+    got = world.dispatch(inputs)
+    calls = [
+        check_combine(
+            world.config, CPU, world.num_ranks, y, d.handle, layout="expert",
+            weights_applied=False, bias=None, out=None, num_expert_rows=y.shape[0],
+        )
+        for y, d in zip(rows, got, strict=True)
+    ]  # fmt: skip
+    for engine, call in zip(world.engines, calls, strict=True):
+        engine.combine(call, send=True, receive=False)
+    memory = world.memories[0]
+    kept = []
+    for name in ("combine_rows", "combine_scales"):
+        of_source = memory.regions.sizes[name] // (world.config.num_slots * world.num_ranks)
+        whole = memory.view(name, (world.num_ranks, of_source), torch.uint8)
+        kept.append((whole, whole[late]))
+        whole[late] = 0xFF
+
+    def give_back() -> None:
+        for whole, rows_of_late in kept:
+            whole[late] = rows_of_late
+
+    def receive() -> torch.Tensor:
+        return world.engines[0].combine(calls[0], send=False, receive=True)
+
+    return give_back, want, got[0], receive
+
+
+@inside
+@pytest.mark.parametrize("wire", ["bf16", "fp8"])
+def test_partial_sums_that_come_late_are_waited_for(wire, monkeypatch) -> None:
+    """Among many ranks those of several are read at a time: what is late is asked for again."""
+    from moe_comm.kernels import returned_rows
+
+    world = _world(4, num_experts=8, hidden=64, combine_wire=wire, max_tokens_per_rank=3)
+    give_back, want, _, receive = _late_rows(world, 31, late=[1, 3])
+    waited = []
+
+    def come(spins, start, *rest):
+        del spins, rest
+        if not waited:
+            give_back()
+        waited.append(start)
+        return start * 0 > 0, start
+
+    monkeypatch.setattr(returned_rows, "lose_patience", come)
+    assert torch.equal(receive(), want)
+    assert waited
+    memory = world.memories[0]
+    for name in ("combine_rows", "combine_scales"):
+        size = memory.regions.sizes[name]
+        assert bool((memory.view(name, (size,), torch.uint8) == 0xFF).all()), name
+
+
+@inside
+def test_a_partial_sum_that_never_comes_costs_its_tokens_alone() -> None:
+    from moe_comm.status import StatusBit
+
+    world = _world(4, num_experts=8, hidden=64, max_tokens_per_rank=3)
+    _, want, dispatched, receive = _late_rows(world, 32, late=[3])
+    out = receive()
+    lost = (dispatched.handle.choice_rank == 3).any(-1)
+    assert bool(lost.any())
+    assert not bool(lost.all())
+    assert bool(out[lost].isnan().all())
+    assert torch.equal(out[~lost], want[~lost])
+    status = world.engines[0].read_status()
+    assert status.bits & StatusBit.TIMEOUT
+    assert status.peer == 3

@@ -52,6 +52,8 @@ class SlabTuning:
         counted_registers: the most registers of a thread where choices are counted, so that more
             programs run at once; 0: as many as the compiler takes.
         index_queries: choices that one program ranks; 0: by the number of choices.
+        combine_ahead_ranks: from so many ranks on, and up to as many as a token has choices, a
+            combine asks at once for all that decides about a partial sum.
         combine_unroll: loads of expert rows in flight at a time; 0: as many as a row has.
         put_programs, put_warps: programs that forward what is put, and their warps.
         *_block, *_warps: columns and warps of a program; *_programs: the most programs of a role.
@@ -68,6 +70,7 @@ class SlabTuning:
     combine_registers: int = 64
     combine_programs: int = 0
     combine_lag: int = 128
+    combine_ahead_ranks: int = 3
     combine_unroll: int = 0
     direct_ranks: int = 8
     ranked_choices: int = 4096
