@@ -2,9 +2,9 @@
 
 Three launches: a plan (which expert and rows each tile has, from expert_offsets, on the device),
 the gate and up products with the activation, the down product; each twice where an expert's last
-rows have smaller tiles. Programs are persistent and walk the
-tiles in order (row block, column block), so tiles of one expert run side by side and share its
-weights in the cache. No host sync; every address is 64 bits wide.
+rows have smaller tiles. One more dequantizes rows that are quantized. Programs are persistent and
+walk the tiles in order (row block, column block), so tiles of one expert run side by side and share
+its weights in the cache. No host sync; every address is 64 bits wide.
 
 Weights are the left operand (W x^T, tensor cores take it from registers, where it was dequantized)
 when SWAP, else the right one. The reduction runs in blocks of 128: nibble j of the block's words
@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_comm.kernels.expert_gemm import scale_group
 from moe_comm.kernels.expert_gemm_activate import activate
 from moe_comm.kernels.expert_gemm_config import TileConfig, choose_tiles
+from moe_comm.kernels.expert_gemm_gather import read_rows
 from moe_comm.kernels.expert_gemm_plan import make_plan
 from moe_comm.kernels.expert_gemm_weights import ExpertWeights
 from moe_comm.kernels.mxfp4_dequant import (
@@ -38,22 +38,11 @@ from moe_comm.kernels.situ import Activation
 
 
 @triton.jit
-def _load_x(x_row, s_row, live, k0, K, KIND: tl.constexpr, EVEN: tl.constexpr):
-    """[BLOCK_M, 32] elements from k0 on of the rows at pointers x_row, in bfloat16. KIND: 0
-    bfloat16, 1 fp8 with float32 scales a 128, 2 fp8 with E8M0 scales a 32, both at s_row."""
+def _load_x(x_row, live, k0, K, EVEN: tl.constexpr):
+    """[BLOCK_M, 32] elements from k0 on of the rows at pointers x_row."""
     k = k0 + tl.arange(0, 32)
     mask = live[:, None] if EVEN else live[:, None] & (k < K)[None, :]
-    value = tl.load(x_row[:, None] + k[None, :], mask=mask, other=0.0)
-    if KIND != 0:
-        inside = live & (k0 < K)
-        if KIND == 1:
-            scale = tl.load(s_row + k0 // 128, mask=inside, other=0.0)
-        else:
-            byte = tl.load(s_row + k0 // 32, mask=inside, other=0).to(tl.int32)
-            scale = tl.maximum(byte << 23, 0x400000).to(tl.float32, bitcast=True)
-            scale = tl.where(byte == 255, float("nan"), scale)
-        value = (value.to(tl.float32) * scale[:, None]).to(tl.bfloat16)
-    return value
+    return tl.load(x_row[:, None] + k[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -99,7 +88,6 @@ def _block_product(
 @triton.jit
 def _expert_gemm_kernel(
     x,
-    x_scale,
     row_index,
     expert_offsets,
     plan,
@@ -111,15 +99,12 @@ def _expert_gemm_kernel(
     bucket,
     stride_xr,
     stride_xt,
-    stride_sr,
-    stride_st,
     K,
     N,
     capacity,
     KB,
     GATED: tl.constexpr,
     GATHER: tl.constexpr,
-    X_KIND: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ACT: tl.constexpr,
     ACT_A: tl.constexpr,
@@ -148,10 +133,8 @@ def _expert_gemm_kernel(
             row = tl.load(row_index + position, mask=live, other=0).to(tl.int64)
             source, token = row // bucket, row % bucket
             x_row = x + source * stride_xr + token * stride_xt
-            s_row = x_scale + source * stride_sr + token * stride_st
         else:
             x_row = x + position.to(tl.int64) * stride_xt
-            s_row = x_scale + position.to(tl.int64) * stride_st
         n = (tile % columns) * BLOCK_N + tl.arange(0, BLOCK_N)
         in_n = n < N
         base = expert * KB * weight_rows
@@ -165,10 +148,10 @@ def _expert_gemm_kernel(
             acc_up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for kb in range(KB):
             k0 = kb * 128
-            x0 = _load_x(x_row, s_row, live, k0, K, X_KIND, EVEN_K)
-            x1 = _load_x(x_row, s_row, live, k0 + 32, K, X_KIND, EVEN_K)
-            x2 = _load_x(x_row, s_row, live, k0 + 64, K, X_KIND, EVEN_K)
-            x3 = _load_x(x_row, s_row, live, k0 + 96, K, X_KIND, EVEN_K)
+            x0 = _load_x(x_row, live, k0, K, EVEN_K)
+            x1 = _load_x(x_row, live, k0 + 32, K, EVEN_K)
+            x2 = _load_x(x_row, live, k0 + 64, K, EVEN_K)
+            x3 = _load_x(x_row, live, k0 + 96, K, EVEN_K)
             acc = _block_product(
                 acc, word_ptr, scale_ptr, in_n, x0, x1, x2, x3, EVEN_N, SWAP, MODE, FP32
             )
@@ -230,11 +213,16 @@ def grouped_mlp_triton(
     capacity = row_index.shape[0]
     parts = plan_parts(expert_offsets, capacity, config)
     hidden = torch.empty(capacity, weights.inter, dtype=torch.bfloat16, device=rows.device)
+    if scales is not None:
+        # Every column block of a product reads the rows again: they are dequantized once.
+        wide = torch.empty(rows.shape, dtype=torch.bfloat16, device=rows.device)
+        rows = read_rows(
+            rows, scales, row_index, expert_offsets[-1:], expected_rows=expected_rows, out=wide
+        )
     for gated in (True, False):
         for part, plan in parts:
             expert_product(
                 rows if gated else hidden[None],
-                scales if gated else None,
                 row_index,
                 expert_offsets,
                 plan,
@@ -264,7 +252,6 @@ def plan_parts(
 
 def expert_product(
     x: Tensor,
-    scales: Tensor | None,
     row_index: Tensor,
     expert_offsets: Tensor,
     plan: Tensor,
@@ -279,8 +266,8 @@ def expert_product(
     """One product of every expert on its rows.
 
     Args:
-        x: [R, B, K]; gated: received rows, read through row_index; else [1, C, K] in expert order.
-        scales: of x, or None.
+        x: bfloat16 [R, B, K]; gated: received rows, read through row_index; else [1, C, K] in
+            expert order.
         plan: of plan_parts, with `config`.
         gated: act(x W1^T, x W3^T), else x W2^T.
         out: bfloat16 [C, N], contiguous.
@@ -291,14 +278,11 @@ def expert_product(
     bias = weights.w13_bias if gated else weights.w2_bias
     capacity, n = out.shape
     k, max_blocks = x.shape[2], plan.shape[0] // 2
-    kind = 0 if scales is None else (1 if scale_group(scales) == 128 else 2)
     act, act_a, act_b = activation.constants
-    x_scale = x if scales is None else scales
     most = max_blocks * triton.cdiv(n, tiles.block_n)
     programs = min(most, _processors(x.device) * tiles.programs_per_sm)
     _expert_gemm_kernel[(programs,)](
         x,
-        x_scale,
         row_index,
         expert_offsets,
         plan,
@@ -310,15 +294,12 @@ def expert_product(
         x.shape[1],
         x.stride(0),
         x.stride(1),
-        x_scale.stride(0),
-        x_scale.stride(1),
         k,
         n,
         capacity,
         words.shape[1],
         GATED=gated,
         GATHER=gated,
-        X_KIND=kind,
         HAS_BIAS=bias is not None,
         ACT=act,
         ACT_A=act_a,

@@ -106,10 +106,10 @@ def _read_partials(
             partials_ptr, scales_ptr, sources[step], bucket, token, column, block,
             sources[step] >= 0, H, G, BLOCK, WIRE, GROUP,
         )  # fmt: skip
-        values = values + (some,)
-        scales = scales + (more,)
-    values_late = values[0] == EMPTY
-    scales_late = scales[0] == EMPTY
+        values = values + (some,)  # type: ignore[assignment]
+        scales = scales + (more,)  # type: ignore[assignment]
+    values_late = values[0] == EMPTY  # type: ignore[misc]
+    scales_late = scales[0] == EMPTY  # type: ignore[misc]
     for step in tl.static_range(1, COUNT):
         values_late = values_late | (values[step] == EMPTY)
         scales_late = scales_late | (scales[step] == EMPTY)
@@ -206,7 +206,7 @@ def fold_returned(
             sources = ()
             for step in tl.static_range(UNROLL):
                 source = _fold_source(fold_rank_ptr, token, start + step, count, rank, K)
-                sources = sources + (source,)
+                sources = sources + (source,)  # type: ignore[assignment]
             values, scales, missing = _read_partials(
                 sources, partials_ptr, scales_ptr, bucket, token, column, block, H, G, BLOCK, WIRE,
                 GROUP, UNROLL,

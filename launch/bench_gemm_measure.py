@@ -157,7 +157,6 @@ def triton_part(
         for tiles, plan in parts:
             expert_product(
                 x,
-                None,
                 case.row_index,
                 case.offsets,
                 plan,

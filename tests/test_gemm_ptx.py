@@ -94,7 +94,7 @@ def test_ptx_equals_the_format(mode, largest):
         assert torch.equal(got, wanted[:, code].contiguous().view(torch.int16).long() & 0xFFFF)
 
 
-def compile_product(tiles, *, block_m, swap, gated, wire=0):
+def compile_product(tiles, *, block_m, swap, gated):
     """One product of K3's shape for sm_90: the compiled kernel, its registers a thread and its
     stack bytes (spills)."""
     import triton
@@ -106,7 +106,6 @@ def compile_product(tiles, *, block_m, swap, gated, wire=0):
     constants = {
         "GATED": gated,
         "GATHER": gated,
-        "X_KIND": wire,
         "HAS_BIAS": False,
         "ACT": 0,
         "ACT_A": 4.0,
@@ -120,8 +119,7 @@ def compile_product(tiles, *, block_m, swap, gated, wire=0):
         "BLOCK_N": tiles.block_n,
     }
     pointers = {
-        "x": "*fp8e4nv" if wire else "*bf16",
-        "x_scale": ("*bf16", "*fp32", "*u8")[wire],
+        "x": "*bf16",
         "row_index": "*i32",
         "expert_offsets": "*i32",
         "plan": "*i32",
@@ -220,7 +218,7 @@ def test_passes_over_rows_compile_for_hopper(monkeypatch, wire):
     from triton.runtime.jit import JITFunction
 
     from moe_comm.kernels.expert_gemm_activate import activate_rows
-    from moe_comm.kernels.expert_gemm_gather import gather_rows
+    from moe_comm.kernels.expert_gemm_gather import gather_rows, read_rows
 
     found = {}
 
@@ -236,11 +234,16 @@ def test_passes_over_rows_compile_for_hopper(monkeypatch, wire):
         scales = torch.zeros(2, 8, groups, dtype=dtype)
     index, last = torch.zeros(9, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     gather_rows(rows, scales, index, last, out=torch.zeros(9, 3584, dtype=torch.bfloat16))
+    if scales is not None:
+        wide = torch.zeros(rows.shape, dtype=torch.bfloat16)
+        # As they lie, and those that the index names.
+        for expected in (16, 15):
+            read_rows(rows, scales, index, last, expected_rows=expected, out=wide)
     gate_up = torch.zeros(9, 6144, dtype=torch.bfloat16)
     hidden = torch.zeros(9, 3072, dtype=torch.bfloat16)
     for num_rows in (last, 9):
         activate_rows(gate_up, num_rows, out=hidden)
-    assert len(found) == 3
+    assert len(found) == (3 if scales is None else 5)
     for (name, _), ptx in found.items():
         # Rows are read and written 16 bytes a thread, or 8 where a row is half as wide.
         wide = ".v2.b32" if wire != "bf16" and "gather" in name else ".v4.b32"

@@ -144,6 +144,35 @@ def test_interp_rows_of_ranks_apart(wire):
     assert x[13:].isnan().all()
 
 
+@inside
+@pytest.mark.parametrize("wire", ["fp8", "mxfp8"])
+@pytest.mark.parametrize("expected", [2, 100])
+def test_interp_quantized_rows_are_read_once(wire, expected):
+    """Where they lie: all of them, or, where few expert rows are expected, those of experts."""
+    from moe_comm.kernels.expert_gemm_gather import read_rows
+
+    case = make_case([2, 1], 160, 64, seed=13, wire=wire)
+    bucket = -(-case.rows.shape[0] // 2)
+    apart, scales = spread(case.rows, bucket), spread(case.scales, bucket)
+    wide = torch.full(apart.shape, torch.nan, dtype=torch.bfloat16)
+    last = case.expert_offsets[-1:]
+    read_rows(apart, scales, case.row_index, last, expected_rows=expected, out=wide)
+    named = case.row_index[:3].long()
+    wanted = torch.stack([cases.read_row(case, int(n)) for n in named])
+    flat = wide.flatten(0, 1)
+    torch.testing.assert_close(flat[named].double(), wanted, rtol=2.0**-7, atol=0)
+    others = torch.ones(2 * bucket, dtype=torch.bool)
+    others[named] = False
+    assert bool(others.any())
+    assert bool(flat[others].isnan().all()) == (expected == 2)
+    out = torch.full((case.row_index.shape[0], 160), torch.nan, dtype=torch.bfloat16)
+    grouped_mlp(
+        apart, case.row_index, case.expert_offsets, case.weights("tiles"), scales=scales, out=out,
+        expected_rows=expected,
+    )  # fmt: skip
+    check(case, out, factor=2)
+
+
 def spread(tensor, bucket):
     """[M, n] -> [2, bucket, n], a view of memory with three rows of rubbish after each rank."""
     wide = tensor.new_zeros(2, bucket + 3, tensor.shape[1])
