@@ -160,6 +160,9 @@ def _origin(document: Mapping[str, Any]) -> str:
 
 def _command(command: str, argv: Sequence[str], ranks: int) -> str:
     """What to type for such a file, without where the results went."""
+    if command == "matrix":
+        argv, name = argv[2:], "launch/matrix.sh FILE"
+        return " ".join([name, *argv])
     starter = "python" if ranks == 1 else f"torchrun --nproc-per-node {ranks}"
     name = f"{starter} -m moe_comm.launch.{command.replace('-', '_')}"
     text = " ".join(["moe-bench" if argv[:1] == [command] else name, *argv])
@@ -193,6 +196,7 @@ _COLUMNS: dict[str, tuple[str, bool, Callable[[Row], str]]] = {
         lambda row: f"{row['backend']}:{row['mode']}" if row["mode"] else row["backend"],
     ),
     "phase": ("phase", True, lambda row: row["phase"]),
+    "ep_size": ("ranks", True, lambda row: str(row["ep_size"])),
     "num_tokens": ("tokens a rank", True, lambda row: str(row["num_tokens"])),
     "wire": ("wire", True, lambda row: row["wire"]),
     "cuda_graph": ("graph", True, lambda row: "yes" if row["cuda_graph"] else "no"),

@@ -57,6 +57,8 @@ def test_readme_prose_says_what_the_result_files_say():
         "stall-eager", "stall-graph", "kill-eager", "kill-graph",
     }  # fmt: skip
     assert not any(row["params"]["failures"] or row["wrong"] for row in faults)
+    check_matrix(text)
+    check_stand_in(text)
     check_gloo(text)
     check_overlap(text)
     check_layer(text)
@@ -68,6 +70,37 @@ def test_readme_prose_says_what_the_result_files_say():
 
 def rows_of(name):
     return readme_blocks.read(ROOT / f"results/{name}.json")["rows"]
+
+
+def check_matrix(text):
+    rows = rows_of("2026-11-30e_nvidia-h200x2_matrix")
+    measured = [row for row in rows if "measured_at" in row["params"]]
+    assert not any(row["wrong"] or row["params"].get("failures") for row in measured)
+    soak = [row["params"] for row in rows if row["phase"] == "soak"]
+    assert not any(one["hangs"] for one in soak)
+    assert f"{len(measured):,} rows, 0 wrong, {sum(one['pairs'] for one in soak):,} more" in text
+    errors = [row["params"]["relative_error"] for row in rows if "relative_error" in row["params"]]
+    near = sum(error <= 0.2 for error in errors)
+    notes = " ".join((ROOT / "results/README.md").read_text().split())
+    assert f"{near:,} of {len(errors):,} within 20%" in notes
+
+
+def check_stand_in(text):
+    """One of two ranks beside a run of two, in time."""
+    kind = ("phase", "num_tokens", "wire")
+    ran: dict[tuple, float] = {}
+    for row in rows_of("2026-11-30e_nvidia-h200x2_matrix"):
+        here = row["params"]["section"] == "run" and row["hidden"] == 3584
+        if here and row["backend"] == "slab" and row["routing"] == "uniform":
+            ran[tuple(row[name] for name in kind)] = row["slowest_rank_p50_us"]
+    off: dict[bool, float] = {}
+    for row in rows_of("2026-11-30e_nvidia-h200x2_stand-in"):
+        if row["ep_size"] == 2:
+            of_run = row["slowest_rank_p50_us"] / ran[tuple(row[name] for name in kind)]
+            many = row["num_tokens"] >= 128
+            off[many] = max(off.get(many, 0.0), abs(of_run - 1))
+    many, few = (math.ceil(100 * off[key]) for key in (True, False))
+    assert f"within {many}% of what a run of two takes from 128 tokens on, within {few}%" in text
 
 
 def check_gloo(text):

@@ -33,8 +33,8 @@ class GroupedExperts:
 
     def __call__(self, arrived: Dispatched) -> Tensor:
         """y [C, H] bfloat16, grouped by local expert in the order of `arrived.row_index`; rows from
-        the last offset on are undefined. Reads rows through row_index, without a copy and without a
-        host sync (except with "torch" and, for the copy, "humming")."""
+        the last offset on are undefined. Reads rows through row_index, without a copy where they
+        are bfloat16 (except with "humming"), and without a host sync (except with "torch")."""
         return run_experts(
             arrived,
             self.weights,
