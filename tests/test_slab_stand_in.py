@@ -23,7 +23,7 @@ from moe_comm.launch.results import read_json, write_json
 from moe_comm.launch.routing import parse_routing
 from moe_comm.launch.slab_stand_in import changes_of, command
 from moe_comm.launch.stand_in_measure import Case
-from moe_comm.launch.stand_in_world import Problem, StandInWorld
+from moe_comm.launch.stand_in_world import Meeting, Problem, StandInWorld
 
 CPU = torch.device("cpu")
 UNIFORM = parse_routing("uniform", num_experts=16, num_topk=4)
@@ -98,6 +98,19 @@ def test_rows_of_a_case_without_times(capsys) -> None:
     assert all(row.samples == 0 and row.ep_size == 2 for row in rows)
     assert "dispatch" not in capsys.readouterr().err
     assert rows[0].remote_bytes == rows[1].remote_bytes // 128 * (128 + 8 * 4)
+
+
+@pytest.mark.multi_gpu(2)
+@pytest.mark.parametrize("mode", ["low-latency", "high-throughput"])
+def test_times_on_two_gpus(mode) -> None:
+    devices = [torch.device("cuda", index) for index in range(2)]
+    one, kept = case(4, mode, tokens=8), stand_in_measure.Kept(0)
+    rows = stand_in_measure.measure(one, kept, devices, Meeting(devices, 10.0), 3)
+    for row in rows:
+        # Of both GPUs.
+        assert (row.samples, row.wrong, row.cuda_graph) == (6, 0, True)
+        assert 0 < row.slowest_rank_p50_us < 1000
+        assert row.limit_us
 
 
 @outside
