@@ -77,7 +77,11 @@ class RankPool:
             "127.0.0.1", 0, is_master=True, wait_for_workers=False,
             timeout=datetime.timedelta(seconds=START_S),
         )  # fmt: skip
-        context = multiprocessing.get_context("spawn")
+        # Forked from a process that has done nothing but import torch: a rank starts in no time.
+        # CUDA, and what reads its environment while it is imported, need processes of their own.
+        forks = device_type == "cpu" and not variables
+        context = multiprocessing.get_context("forkserver" if forks else "spawn")
+        context.set_forkserver_preload(["torch.distributed"])
         self.pipes: list[Connection] = []
         self.processes = []
         with _environment({"OMP_NUM_THREADS": "1", **(variables or {})}):
