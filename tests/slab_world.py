@@ -1,4 +1,5 @@
-"""Virtual ranks: the slab's engines of R ranks over one allocation, put phases first, then waits.
+"""Virtual ranks: the slab's engines of R ranks over one allocation, put phases first, then waits;
+on a GPU also whole calls at once, each rank on a stream of its own.
 
 Every comparison is with moe_comm.backends.reference. On the CPU (Triton's interpreter) bf16
 rounding truncates, so there arithmetic is only compared within a tolerance; indices, masks and
@@ -7,6 +8,7 @@ copied rows are compared exactly everywhere.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -58,6 +60,9 @@ class VirtualWorld:
             engine.seed_counters(seed_count)
         self.reference = ReferenceWorld(config, num_ranks)
         self.exact = device.type == "cuda"
+        # Set: whole calls, begun in any order and at odd times.
+        self.at_once: random.Random | None = None
+        self._streams = [torch.cuda.Stream(device) for _ in self.engines] if self.exact else []
 
     def inputs(
         self,
@@ -127,11 +132,26 @@ class VirtualWorld:
             )
             call.slot, call.call = slot, 0
             calls.append(call)
-        pairs = list(zip(self.engines, calls, strict=True))
-        for engine, call in pairs:
-            engine.dispatch(call, send=True, receive=False)
-        arrived = [engine.dispatch(call, send=False, receive=True) for engine, call in pairs]
-        return [d for d in arrived if d is not None]
+        return self._call("dispatch", calls)
+
+    def _call(self, name: str, calls: Sequence[Any]) -> list[Any]:
+        """The ranks' calls: all put, then all wait; or whole ones at once."""
+        launches = [getattr(engine, name) for engine in self.engines]
+        if self.at_once is None:
+            for launch, call in zip(launches, calls, strict=True):
+                launch(call, send=True, receive=False)
+            return [
+                launch(call, send=False, receive=True)
+                for launch, call in zip(launches, calls, strict=True)
+            ]
+        results: list[Any] = [None] * self.num_ranks
+        torch.cuda.synchronize(self.device)
+        for rank in self.at_once.sample(range(self.num_ranks), self.num_ranks):
+            with torch.cuda.stream(self._streams[rank]):
+                torch.cuda._sleep(self.at_once.choice((0, 1_000, 20_000, 200_000)))
+                results[rank] = launches[rank](calls[rank], send=True, receive=True)
+        torch.cuda.synchronize(self.device)
+        return results
 
     def combine(
         self, rows: Sequence[Tensor], dispatched: Sequence[Dispatched], **options: Any
@@ -155,11 +175,7 @@ class VirtualWorld:
                     num_expert_rows=d.row_index.shape[0],
                 )
             )
-        pairs = list(zip(self.engines, calls, strict=True))
-        for engine, call in pairs:
-            engine.combine(call, send=True, receive=False)
-        outs = [engine.combine(call, send=False, receive=True) for engine, call in pairs]
-        return [out for out in outs if out is not None]
+        return self._call("combine", calls)
 
     def check_dispatched(self, got: Sequence[Dispatched], want: Sequence[Dispatched]) -> None:
         """Everything a rank receives, bit for bit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from typing import Any
 
@@ -61,6 +62,23 @@ def test_virtual_ranks(num_ranks, mode) -> None:
     tokens = torch.randint(9, (num_ranks,), generator=generator).tolist()
     for _ in range(2):
         here.round_trip(tokens, generator)
+
+
+@gpu
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("wire", ["bf16", "fp8"])
+def test_virtual_ranks_at_once(num_ranks, wire) -> None:
+    """They wait for each other on the device: for choices, rows, and partial sums of several ranks.
+    Few tokens, so that all programs of all ranks run at the same time."""
+    here = world(
+        num_ranks, "low-latency", chunk=2, max_tokens_per_rank=4, hidden=512, dispatch_wire=wire,
+        combine_wire=wire, timeout_s=10.0,
+    )  # fmt: skip
+    here.at_once = random.Random(num_ranks)
+    generator = torch.Generator().manual_seed(6)
+    for turn in range(20):
+        tokens = torch.randint(5, (num_ranks,), generator=generator).tolist()
+        here.round_trip(tokens, generator, bucket=4, slot=turn % 2)
 
 
 @gpu
