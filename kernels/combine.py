@@ -191,26 +191,19 @@ def _combine_kernel(
                     base = tl.load(put_ptr + peer)
                     # No row of a masked rank has a choice here, so nothing is put to one.
                     count = tl.load(order_count_ptr + row)
-                    if AHEAD:
-                        # Most rows have a choice here. What decides whether it is put is asked for
-                        # with it, not behind the sum, where the compiler would move it.
-                        writes = (count > 0) & (usable != 0) & (base != 0)
-                        partial = _expert_sum(
-                            y_ptr, order_ptr, order_weights_ptr, row, count, column,
-                            (column < H) & writes, H, K, BLOCK, ROWS_LAYOUT, APPLIED, UNROLL,
-                        )  # fmt: skip
-                        put_partial(
-                            partial, writes, block, y_type, base, rows_offset, scales_offset,
-                            target, H, G, BLOCK, WIRE, GROUP, VALUE_BYTES, ROW_ALIGN,
-                        )  # fmt: skip
-                    elif R <= 4:
+                    if AHEAD or R <= 4:
                         # Most rows have a choice here: what they need is asked for at once.
+                        read = count > 0
+                        if AHEAD:
+                            # With it what else decides whether the sum is put, which the compiler
+                            # would look up behind the sum.
+                            read = read & (usable != 0) & (base != 0)
                         partial = _expert_sum(
                             y_ptr, order_ptr, order_weights_ptr, row, count, column,
-                            (column < H) & (count > 0), H, K, BLOCK, ROWS_LAYOUT, APPLIED, UNROLL,
+                            (column < H) & read, H, K, BLOCK, ROWS_LAYOUT, APPLIED, UNROLL,
                         )  # fmt: skip
                         put_partial(
-                            partial, (count > 0) & (usable != 0), block, y_type, base, rows_offset,
+                            partial, read & (usable != 0), block, y_type, base, rows_offset,
                             scales_offset, target, H, G, BLOCK, WIRE, GROUP, VALUE_BYTES, ROW_ALIGN,
                         )  # fmt: skip
                     elif count > 0:

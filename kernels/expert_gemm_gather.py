@@ -88,7 +88,7 @@ def read_rows(
     out: Tensor,
 ) -> Tensor:
     """Received rows where they lie: all of them, or, where fewer expert rows than received ones are
-    expected, those that row_index names.
+    expected, those that row_index names, each as often as it does: the same bytes.
 
     Args:
         rows, scales, row_index, num_rows: as for gather_rows.

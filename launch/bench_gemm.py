@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import importlib.util
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -99,29 +98,14 @@ def document(
     rows: list[results.Row], limits: Limits, started: datetime.datetime, seed: int
 ) -> dict[str, Any]:
     """The result document of section 10, for one process and one GPU."""
-    config = EPConfig.preset("kimi-k3")
-    found = results.versions()
-    found["humming"] = _version("humming-kernels")
-    plain: dict[str, Any] = json.loads(
-        json.dumps(
-            {
-                "schema_version": results.SCHEMA_VERSION,
-                "command": "bench_gemm",
-                "argv": sys.argv[1:],
-                "started": started.isoformat(timespec="seconds"),
-                "git": results.git_facts(),
-                "versions": found,
-                "devices": [results.device_facts(0, torch.device("cuda"))],
-                "topology": {"num_nodes": 1, "num_ranks": 1},
-                "config": config.describe()
-                | {"read_gbps": limits.read / 1e3, "dense_bf16_tflops": limits.dense / 1e6},
-                "seed": seed,
-                "definitions": DEFINITIONS,
-                "rows": [dataclasses.asdict(one) for one in rows],
-            }
-        )
-    )
-    results.validate(plain)
+    plain = results.new_document(
+        command="bench_gemm", argv=sys.argv[1:], started=started,
+        devices=[results.device_facts(0, torch.device("cuda"))],
+        topology={"num_nodes": 1, "num_ranks": 1}, config=EPConfig.preset("kimi-k3"), seed=seed,
+        definitions=DEFINITIONS, rows=rows,
+    )  # fmt: skip
+    plain["versions"]["humming"] = _version("humming-kernels")
+    plain["config"] |= {"read_gbps": limits.read / 1e3, "dense_bf16_tflops": limits.dense / 1e6}
     return plain
 
 

@@ -13,19 +13,15 @@ from __future__ import annotations
 import datetime
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from moe_comm import EPConfig
 from moe_comm.launch.results import (
-    SCHEMA_VERSION,
     Row,
     device_facts,
-    git_facts,
-    validate,
-    versions,
+    new_document,
     write_json,
 )
 from moe_comm.launch.timing import percentile
@@ -72,21 +68,13 @@ def main(path: str) -> int:
     ):
         rows.append(_row(phase, _time(action), plain, layout.slot_bytes, wrong))
     rows += _host_rows(pool, cache, handle)
-    document = {
-        "schema_version": SCHEMA_VERSION,
-        "command": "bench_state",
-        "argv": sys.argv[1:],
-        "started": started.isoformat(timespec="seconds"),
-        "git": git_facts(),
-        "versions": versions(),
-        "devices": [device_facts(0, device)],
-        "topology": {"num_ranks": 1, "num_nodes": 1, "transport": "none"},
-        "config": EPConfig.preset("kimi-k3", max_tokens_per_rank=128).describe(),
-        "seed": 0,
-        "definitions": DEFINITIONS,
-        "rows": [asdict(row) for row in rows],
-    }
-    validate(document)
+    document = new_document(
+        command="bench_state", argv=sys.argv[1:], started=started,
+        devices=[device_facts(0, device)],
+        topology={"num_ranks": 1, "num_nodes": 1, "transport": "none"},
+        config=EPConfig.preset("kimi-k3", max_tokens_per_rank=128), definitions=DEFINITIONS,
+        rows=rows,
+    )  # fmt: skip
     write_json(path, document)
     ratios = {row.phase: (row.limit_us or 0.0) / (row.p50_us or 1.0) for row in rows[:2]}
     for row in rows:

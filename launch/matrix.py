@@ -14,7 +14,6 @@ environment cannot, 124 time is up and tasks are left: call again.
 
 from __future__ import annotations
 
-import datetime
 import sys
 import time
 from pathlib import Path
@@ -138,26 +137,16 @@ def _devices(grid: Grid) -> list[dict[str, Any]]:
 
 def _fresh(grid: Grid, devices: list[dict[str, Any]]) -> dict[str, Any]:
     """The document before any row."""
-    on_gpu = grid.device_type == "cuda"
-    return {
-        "schema_version": results.SCHEMA_VERSION,
-        "command": "matrix",
-        "argv": results.without_directories(sys.argv[1:]),
-        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "git": results.git_facts(),
-        "versions": results.versions(),
-        "devices": devices,
-        "topology": {
-            "num_ranks": grid.num_ranks,
-            "num_nodes": 1,
-            "device_type": grid.device_type,
-            "transport": "nccl" if on_gpu else "gloo",
-        },
-        "config": EPConfig.preset(grid.presets[0]).describe(),
-        "seed": grid.seed,
-        "definitions": {},
-        "rows": [],
+    topology = {
+        "num_ranks": grid.num_ranks,
+        "num_nodes": 1,
+        "device_type": grid.device_type,
+        "transport": "nccl" if grid.device_type == "cuda" else "gloo",
     }
+    return results.new_document(
+        command="matrix", argv=sys.argv[1:], devices=devices, topology=topology,
+        config=EPConfig.preset(grid.presets[0]), seed=grid.seed, definitions={},
+    )  # fmt: skip
 
 
 def _predict(section: str, grid: Grid, store: Store, pair: PairData) -> list[Task]:

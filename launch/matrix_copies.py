@@ -177,21 +177,12 @@ def main(arguments: list[str]) -> int:
             print(rows[-1].mode, rows[-1].params, f"{rows[-1].remote_gbps:.0f} GB/s")
         del copies
         torch.cuda.empty_cache()
-    document = {
-        "schema_version": results.SCHEMA_VERSION,
-        "command": "matrix_copies",
-        "argv": results.without_directories(arguments),
-        "started": started.isoformat(timespec="seconds"),
-        "git": results.git_facts(),
-        "versions": results.versions(),
-        "devices": [results.device_facts(i, torch.device("cuda", i)) for i in range(count)],
-        "topology": {"num_ranks": count, "num_nodes": 1, "transport": "copy engine"},
-        "config": EPConfig.preset("kimi-k3").describe(),
-        "seed": 0,
-        "definitions": DEFINITIONS,
-        "rows": [dataclasses.asdict(row) for row in rows],
-    }
-    results.validate(document)
+    document = results.new_document(
+        command="matrix_copies", argv=arguments, started=started,
+        devices=[results.device_facts(i, torch.device("cuda", i)) for i in range(count)],
+        topology={"num_ranks": count, "num_nodes": 1, "transport": "copy engine"},
+        config=EPConfig.preset("kimi-k3"), definitions=DEFINITIONS, rows=rows,
+    )  # fmt: skip
     results.write_json(arguments[0], document)
     return 1 if any(row.wrong for row in rows) else 0
 

@@ -155,18 +155,38 @@ def build_document(
     devices = ranks.gather(device_facts(ranks.rank, ranks.device))
     described = dataclasses.asdict(topology)
     described["num_nodes"] = topology.num_nodes
+    return new_document(
+        command=command, argv=argv, started=started, devices=devices, topology=described,
+        config=config, seed=seed, definitions=traffic.DEFINITIONS, rows=rows,
+    )  # fmt: skip
+
+
+def new_document(
+    *,
+    command: str,
+    argv: Sequence[str],
+    devices: Sequence[Mapping[str, Any]],
+    topology: Mapping[str, Any],
+    config: EPConfig,
+    definitions: Mapping[str, str],
+    seed: int = 0,
+    rows: Sequence[Row] = (),
+    started: datetime.datetime | None = None,
+) -> dict[str, Any]:
+    """A result document of this process, validated; `started`: default now."""
+    began = started or datetime.datetime.now(datetime.UTC)
     document = {
         "schema_version": SCHEMA_VERSION,
         "command": command,
         "argv": without_directories(argv),
-        "started": started.isoformat(timespec="seconds"),
+        "started": began.isoformat(timespec="seconds"),
         "git": git_facts(),
         "versions": versions(),
         "devices": devices,
-        "topology": described,
+        "topology": topology,
         "config": config.describe(),
         "seed": seed,
-        "definitions": traffic.DEFINITIONS,
+        "definitions": definitions,
         "rows": [dataclasses.asdict(row) for row in rows],
     }
     # Tuples become lists, as a reader of the file will see them.

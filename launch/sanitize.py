@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -143,21 +142,12 @@ def _write(
         num_experts=config.num_experts, ep_size=1, wire="bf16", routing="random", params=params,
         wrong=wrong,
     )  # fmt: skip
-    document = {
-        "schema_version": results.SCHEMA_VERSION,
-        "command": "sanitize",
-        "argv": [],
-        "started": started.isoformat(timespec="seconds"),
-        "git": results.git_facts(),
-        "versions": results.versions(),
-        "devices": [results.device_facts(0, torch.device("cuda", 0))],
-        "topology": {"num_ranks": 1, "num_nodes": 1, "transport": "none"},
-        "config": config.describe(),
-        "seed": 0,
-        "definitions": DEFINITIONS,
-        "rows": [asdict(row)],
-    }
-    results.validate(document)
+    document = results.new_document(
+        command="sanitize", argv=[], started=started,
+        devices=[results.device_facts(0, torch.device("cuda", 0))],
+        topology={"num_ranks": 1, "num_nodes": 1, "transport": "none"}, config=config,
+        definitions=DEFINITIONS, rows=[row],
+    )  # fmt: skip
     results.write_json(str(path), document)
 
 

@@ -13,7 +13,6 @@ not so, params.failures says it. Exit codes: 0 all so, 1 not, 2 usage, 3 this en
 
 from __future__ import annotations
 
-import datetime
 import json
 import multiprocessing
 import sys
@@ -218,20 +217,11 @@ def _unmet(report: Report, settings: Settings, case: str, *, allowed_s: float) -
 
 
 def _document(num_ranks: int) -> dict[str, Any]:
-    return {
-        "schema_version": results.SCHEMA_VERSION,
-        "command": "slab_faults",
-        "argv": results.without_directories(sys.argv[1:]),
-        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "git": results.git_facts(),
-        "versions": results.versions(),
-        "devices": [],
-        "topology": {"num_ranks": num_ranks, "num_nodes": 1, "transport": "gloo"},
-        "config": EPConfig.preset("kimi-k3", **SHAPE).describe(),
-        "seed": 0,
-        "definitions": DEFINITIONS,
-        "rows": [],
-    }
+    return results.new_document(
+        command="slab_faults", argv=sys.argv[1:], devices=[],
+        topology={"num_ranks": num_ranks, "num_nodes": 1, "transport": "gloo"},
+        config=EPConfig.preset("kimi-k3", **SHAPE), definitions=DEFINITIONS,
+    )  # fmt: skip
 
 
 def main() -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from moe_comm.communicator import Communicator
 from moe_comm.config import EPConfig
-from moe_comm.group import Group
 from moe_comm.launch.results import Row
 from moe_comm.launch.slab_soak_calls import Ledger, Member
 from moe_comm.launch.slab_soak_pairs import run_pairs
@@ -149,35 +148,15 @@ def capture(plan: Plan, worlds: Sequence[World], ledger: Ledger, stream: torch.c
     ledger.clear()
 
 
-@dataclass(frozen=True, kw_only=True)
-class VirtualGroup:
-    """What a communicator asks of its group, for a rank that shares its process with the others."""
-
-    rank: int
-    num_ranks: int
-    device: torch.device
-
-
-def _virtual(plan: Plan, name: str, device: torch.device) -> list[Communicator]:
-    """A slab communicator a rank over one allocation."""
-    from moe_comm.backends.slab import SlabCommunicator
-    from moe_comm.backends.slab_engine import region_sizes
-    from moe_comm.symmetric import VirtualSymmetricMemory
+def _virtual(plan: Plan, name: str, device: torch.device) -> Sequence[Communicator]:
+    """A slab communicator a rank, all in this process."""
+    from moe_comm.backends.slab_modes import SlabTuning
+    from moe_comm.launch.virtual_ranks import apart
 
     backend, _, mode = name.partition(":")
     if backend != "slab":
         raise ValueError(f"backends: expected slab or slab:mode for virtual ranks, got {name!r}")
-    sizes = region_sizes(plan.config, plan.virtual)
-    memories = VirtualSymmetricMemory.create(plan.virtual, sizes, device)
-    return [
-        SlabCommunicator(
-            plan.config,
-            cast(Group, VirtualGroup(rank=rank, num_ranks=plan.virtual, device=device)),
-            mode=mode or "auto",
-            memory=memory,
-        )
-        for rank, memory in enumerate(memories)
-    ]
+    return apart(plan.config, [device] * plan.virtual, SlabTuning(mode=mode or "auto"))
 
 
 def _engine_of(comm: Communicator) -> Any:

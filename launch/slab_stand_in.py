@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import datetime
 import itertools
 import os
 import sys
@@ -145,9 +144,8 @@ def _two_gpus() -> list[torch.device]:
     return [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
-def _opened(
-    path: Path, case: Case, seed: int, devices: Sequence[torch.device]
-) -> dict[str, Any]:  # fmt: skip
+def _opened(path: Path, case: Case, seed: int, devices: Sequence[torch.device]) -> dict[str, Any]:
+    """The document gone on with, or a fresh one."""
     if path.exists():
         try:
             document = results.read_json(path)
@@ -156,20 +154,12 @@ def _opened(
         if document["command"] != "slab_stand_in" or document["seed"] != seed:
             raise BadInput(f"{path.name}: expected a file of slab_stand_in with seed {seed}")
         return document
-    return {
-        "schema_version": results.SCHEMA_VERSION,
-        "command": "slab_stand_in",
-        "argv": results.without_directories(sys.argv[1:]),
-        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "git": results.git_facts(),
-        "versions": results.versions(),
-        "devices": [results.device_facts(i, device) for i, device in enumerate(devices)],
-        "topology": {"num_ranks": 1, "num_nodes": 1, "transport": "stores, copies"},
-        "config": case.config.describe(),
-        "seed": seed,
-        "definitions": DEFINITIONS,
-        "rows": [],
-    }
+    return results.new_document(
+        command="slab_stand_in", argv=sys.argv[1:],
+        devices=[results.device_facts(i, device) for i, device in enumerate(devices)],
+        topology={"num_ranks": 1, "num_nodes": 1, "transport": "stores, copies"},
+        config=case.config, seed=seed, definitions=DEFINITIONS,
+    )  # fmt: skip
 
 
 def _ahead(cases: Sequence[Case], device: torch.device, *, seconds: float) -> None:

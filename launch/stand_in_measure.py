@@ -17,8 +17,9 @@ from moe_comm.launch.rank_data import RankData
 from moe_comm.launch.results import Row
 from moe_comm.launch.routing import Routing
 from moe_comm.launch.slab_sweep_settings import HALVES, Setting
-from moe_comm.launch.stand_in_world import Meeting, Problem, StandInWorld, on
+from moe_comm.launch.stand_in_world import Meeting, Problem, StandInWorld
 from moe_comm.launch.timing import Statistics, percentile
+from moe_comm.launch.virtual_ranks import on
 from moe_comm.traffic import RoutingTraffic
 
 TIMEOUT_S = 10.0
@@ -124,21 +125,22 @@ def _round(
     dispatch: Callable[[int], object], combine: Callable[[int], object],
 ) -> None:  # fmt: skip
     """All calls of all ranks once; what is given makes rank 0's, on its stream."""
+
+    def at_home(calls: Callable[[int], object]) -> None:
+        _meet(devices)
+        for index, world in enumerate(worlds):
+            with on(world.home, world.streams[world.home]):
+                calls(index)
+        _meet(devices)
+
     for world in worlds:
-        world.poison() if world.arrived else None
+        if world.arrived:
+            world.poison()
         world.others_send()
-    _meet(devices)
-    for index, world in enumerate(worlds):
-        with on(world.home, world.streams[world.home]):
-            dispatch(index)
-    _meet(devices)
+    at_home(dispatch)
     for world in worlds:
         world.others_receive_and_return()
-    _meet(devices)
-    for index, world in enumerate(worlds):
-        with on(world.home, world.streams[world.home]):
-            combine(index)
-    _meet(devices)
+    at_home(combine)
     for world in worlds:
         world.others_end()
     _meet(devices)

@@ -9,89 +9,25 @@ carries in both directions what it would. See slab_stand_in for what is made of 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_comm.backends.slab import SlabCommunicator
-from moe_comm.backends.slab_engine import SlabEngine, region_sizes
+from moe_comm.backends.slab_engine import SlabEngine
 from moe_comm.backends.slab_modes import SlabTuning
 from moe_comm.chunks import Pending
 from moe_comm.config import EPConfig
-from moe_comm.group import Group
 from moe_comm.handle import Dispatched
 from moe_comm.launch.experts import apply_expert, expert_factors
 from moe_comm.launch.oracle import ExpectedDispatch, expected_combine, expected_dispatch
 from moe_comm.launch.rank_data import RankData
-from moe_comm.launch.slab_soak_world import VirtualGroup
 from moe_comm.launch.slab_sweep_ports import Port
 from moe_comm.launch.verify import Findings, check_combined, check_dispatched
-from moe_comm.symmetric import Regions, SymmetricMemory
+from moe_comm.launch.virtual_ranks import apart, on
 from moe_comm.wire import dequantize
-
-
-class ApartMemory(SymmetricMemory):
-    """Blocks of one process on several devices; a rank's peers are wherever their blocks are."""
-
-    def __init__(self, blocks: Sequence[Tensor], rank: int, regions: Regions) -> None:
-        self.regions, self._blocks, self.block = regions, blocks, blocks[rank]
-        self.peers = torch.tensor(
-            [block.data_ptr() for block in blocks], dtype=torch.int64, device=self.block.device
-        )
-
-    def peer_view(
-        self, rank: int, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0
-    ) -> Tensor:
-        start, size = self.regions.span(name, shape, dtype, offset)
-        part = self._blocks[rank][start : start + size]
-        if part.device != self.block.device:
-            part = _as_here(part, self.block.device)
-        return part.view(dtype).view(shape)
-
-
-def _as_here(tensor: Tensor, device: torch.device) -> Tensor:
-    """Memory of another GPU under this one's name, as symmetric memory has it: torch's copies
-    between devices wait for events of both, which no capture allows."""
-    size = tensor.numel() * tensor.element_size()
-    storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), device, size)
-    alias: Tensor = torch.empty(0, dtype=tensor.dtype, device=device).set_(
-        storage, 0, tensor.shape, tensor.stride()
-    )
-    return alias
-
-
-def apart(
-    config: EPConfig, devices: Sequence[torch.device], tuning: SlabTuning
-) -> list[SlabCommunicator]:
-    """A communicator a device, rank by rank. Devices may come more than once."""
-    count = len(devices)
-    regions = Regions(region_sizes(config, count))
-    blocks = [torch.zeros(regions.total_bytes, dtype=torch.uint8, device=d) for d in devices]
-    for one in blocks:
-        # Torch's own copy, once: it switches peer access on.
-        one[:1].copy_(blocks[0][:1])
-        blocks[0][:1].copy_(one[:1])
-    comms = []
-    for rank, device in enumerate(devices):
-        with on(device):
-            group = cast(Group, VirtualGroup(rank=rank, num_ranks=count, device=device))
-            memory = ApartMemory(blocks, rank, regions)
-            comms.append(SlabCommunicator(config, group, tuning=tuning, memory=memory))
-    return comms
-
-
-@contextlib.contextmanager
-def on(device: torch.device, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """On a device, and a stream of it; nothing on a CPU."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device), torch.cuda.stream(stream):
-        yield
 
 
 @dataclass(frozen=True, kw_only=True)

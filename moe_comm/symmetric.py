@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -131,12 +131,14 @@ class TorchSymmetricMemory(SymmetricMemory):
 class VirtualSymmetricMemory(SymmetricMemory):
     """The blocks of all ranks in one process's memory: a rank's peers are its neighbours there."""
 
-    def __init__(self, blocks: Tensor, rank: int, regions: Regions, *, puts: bool = False) -> None:
+    def __init__(
+        self, blocks: Sequence[Tensor] | Tensor, rank: int, regions: Regions, *, puts: bool = False
+    ) -> None:
         self.regions, self.puts = regions, puts
         self._blocks = blocks
         self.block = blocks[rank]
         self.peers = torch.tensor(
-            [block.data_ptr() for block in blocks], dtype=torch.int64, device=blocks.device
+            [block.data_ptr() for block in blocks], dtype=torch.int64, device=self.block.device
         )
 
     @classmethod
@@ -158,7 +160,7 @@ class VirtualSymmetricMemory(SymmetricMemory):
         self, rank: int, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0
     ) -> Tensor:
         start, size = self.regions.span(name, shape, dtype, offset)
-        return self._blocks[rank, start : start + size].view(dtype).view(shape)
+        return self._blocks[rank][start : start + size].view(dtype).view(shape)
 
 
 def unreached(topology: Topology) -> str:
