@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_comm.backends.kernel_keys import settle_keys
 from moe_comm.backends.slab_launch import Form, Places, launch
 from moe_comm.backends.slab_modes import SlabTuning
 from moe_comm.backends.slab_places import alignment, next_power_of_2, starts_of_a_rank
@@ -104,6 +105,7 @@ class SlabState(SlabStreams):
         from moe_comm.kernels import signal
         from moe_comm.kernels.expert_index import workspace_size
 
+        settle_keys()
         super().__init__(
             config,
             rank=rank,
