@@ -136,29 +136,54 @@ def _read_choices(call, i, source, awaited, choices_ptr, R: tl.constexpr):
 
 @triton.jit
 def _read_starts(
-    call, slots, sources, inside, starts_ptr, alive_ptr, L, P: tl.constexpr, R: tl.constexpr
-):
-    """Of local experts `slots` [...], where `inside`: rows before those that source `sources` [...]
-    has for them, less keys of that source that are smaller; rows of all; the first source that is
-    late, R where none is."""
-    before = tl.zeros_like(slots)
-    total = tl.zeros_like(slots)
-    late = tl.zeros_like(slots) + R
-    for s in tl.range(0, R, loop_unroll_factor=R if R <= 8 else 1):
-        live = tl.load(alive_ptr + s)
-        words_ptr = starts_ptr + s * P + total * 0
-        first = tl.load(words_ptr, volatile=True)
-        end = tl.load(words_ptr + L, volatile=True)
+    call, slots, sources, inside, starts_ptr, alive_ptr, L, P: tl.constexpr, R: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Of local experts `slots` [TILE], where `inside`: rows before those that source `sources`
+    [TILE] has for them, less keys of that source that are smaller; rows of all; the first source
+    that is late, R where none is."""
+    before = tl.zeros([TILE], tl.int32)
+    total = tl.zeros([TILE], tl.int32)
+    late = tl.full((), R, tl.int32)
+    # Up to eight sources at once, as a dimension and not as code of their own: the compiler takes
+    # five times as long over that.
+    SOURCES: tl.constexpr = 1 if R == 1 else 2 if R == 2 else 4 if R <= 4 else 8
+    for first_source in range(0, R, SOURCES):
+        # Along the second dimension, which Triton gives to a thread as a whole where it sees no
+        # reason for another.
+        s = first_source + tl.arange(0, SOURCES)[None, :]
+        live = tl.load(alive_ptr + s, mask=s < R, other=0)
+        # Every thread reads the words that it uses itself: others may see them sooner or later.
+        awaited = (live != 0) & (tl.zeros([TILE], tl.int32) == 0)[:, None]
+        words_ptr = starts_ptr + s * P + tl.zeros([TILE], tl.int32)[:, None]
+        first = tl.load(words_ptr, mask=awaited, other=0, volatile=True)
+        end = tl.load(words_ptr + L, mask=awaited, other=0, volatile=True)
         # Of the sources before, rows for the slot itself come before too.
-        until_ptr = words_ptr + tl.where(inside, slots, 0) + (s < sources).to(tl.int32)
-        until = tl.load(until_ptr, mask=inside, other=0, volatile=True)
+        of_slot = awaited & inside[:, None]
+        at = tl.where(inside, slots, 0)[:, None] + (s < sources[:, None]).to(tl.int32)
+        until = tl.load(words_ptr + at, mask=of_slot, other=0, volatile=True)
         said = (high_half(first) == call) & (high_half(end) == call)
-        said = said & ((high_half(until) == call) | (inside == 0))
-        own = tl.where(inside & (s != sources), low_half(until), 0)
-        before += (own - low_half(first)) * live
-        total += (low_half(end) - low_half(first)) * live
-        late = tl.minimum(late, tl.where(said | (live == 0), R, s))
-    return before, total, tl.min(late, 0)
+        said = said & ((high_half(until) == call) | (of_slot == 0))
+        own = tl.where(of_slot & (s != sources[:, None]), low_half(until), 0)
+        before += tl.sum(tl.where(awaited, own - low_half(first), 0), 1)
+        total += tl.sum(tl.where(awaited, low_half(end) - low_half(first), 0), 1)
+        behind = tl.where(said | (awaited == 0), R, s)
+        late = tl.minimum(late, tl.min(tl.min(behind, 1), 0))
+    return before, total, late
+
+
+@triton.jit
+def _read_places(
+    call, i, source, awaited, choices_ptr, starts_ptr, alive_ptr, L, P: tl.constexpr,
+    R: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Of choices i of sources `source`, where `awaited`: (local slot, -1 where not here; its row;
+    weight; rows of all; the first source that is late, R where none is). Final where nobody is."""
+    slot, place, weight, late = _read_choices(call, i, source, awaited, choices_ptr, R)
+    before, rows, behind = _read_starts(
+        call, slot, source, slot >= 0, starts_ptr, alive_ptr, L, P, R, TILE
+    )
+    return slot, place + before, weight, rows, tl.minimum(late, behind)
 
 
 @triton.jit
@@ -187,23 +212,14 @@ def index_ranked(
         i = row * K + column
         source = row // bucket
         awaited = inside & (tl.load(alive_ptr + source, mask=inside, other=0) != 0)
-        slot, place, weight, late = _read_choices(call, i, source, awaited, choices_ptr, R)
+        slot, place, weight, rows, late = _read_places(
+            call, i, source, awaited, choices_ptr, starts_ptr, alive_ptr, L, P, R, TILE
+        )
         if late < R:
             lost += is_fatal(status_ptr, POLL)
         while (late < R) & (lost == 0):
-            slot, place, weight, late = _read_choices(call, i, source, awaited, choices_ptr, R)
-            spins += 1
-            if late < R:
-                lost, began = lose_patience(
-                    spins, began, flags_ptr, status_ptr, channel, call, late, rank, timeout_ns,
-                    NUM_CHANNELS, CHANNELS_P, R, POLL, INTERPRET,
-                )  # fmt: skip
-        _before, _rows, late = _read_starts(
-            call, slot, source, slot >= 0, starts_ptr, alive_ptr, L, P, R
-        )
-        while (late < R) & (lost == 0):
-            _before, _rows, late = _read_starts(
-                call, slot, source, slot >= 0, starts_ptr, alive_ptr, L, P, R
+            slot, place, weight, rows, late = _read_places(
+                call, i, source, awaited, choices_ptr, starts_ptr, alive_ptr, L, P, R, TILE
             )
             spins += 1
             if late < R:
@@ -211,11 +227,6 @@ def index_ranked(
                     spins, began, flags_ptr, status_ptr, channel, call, late, rank, timeout_ns,
                     NUM_CHANNELS, CHANNELS_P, R, POLL, INTERPRET,
                 )  # fmt: skip
-        # Once more: Triton 3.6 does not compile a second loop that brings tables along.
-        before, rows, _late = _read_starts(
-            call, slot, source, slot >= 0, starts_ptr, alive_ptr, L, P, R
-        )
-        place += before
         write_placed(
             program * ROWS, row, i, inside, slot, place, weight, tl.max(rows, 0), lost, capacity,
             num_rows, ids_ptr, weights_ptr, row_index_ptr, position_ptr, order_ptr,
@@ -226,13 +237,13 @@ def index_ranked(
         # Before the first source's: before all.
         nobody = tl.zeros_like(expert) - 1
         offset, all_rows, late = _read_starts(
-            call, expert, nobody, expert <= L, starts_ptr, alive_ptr, L, P, R
+            call, expert, nobody, expert <= L, starts_ptr, alive_ptr, L, P, R, TILE
         )
         if late < R:
             lost += is_fatal(status_ptr, POLL)
         while (late < R) & (lost == 0):
             offset, all_rows, late = _read_starts(
-                call, expert, nobody, expert <= L, starts_ptr, alive_ptr, L, P, R
+                call, expert, nobody, expert <= L, starts_ptr, alive_ptr, L, P, R, TILE
             )
             spins += 1
             if late < R:
