@@ -169,7 +169,7 @@ def _names_of(row: Mapping[str, Any], shape: Shape) -> set[str]:
         # A combine is the same in both modes.
         modes = {"low-latency", "high-throughput"}
         if row["phase"] != "combine":
-            modes = {SlabTuning().plan(shape.config, row["num_tokens"]).mode}
+            modes = {SlabTuning().mode_of(shape.config, row["num_tokens"])}
         plain = mode in modes
     return {full, backend} if plain else {full}
 

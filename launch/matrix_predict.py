@@ -36,7 +36,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_comm.backends.slab_modes import Plan, SlabTuning
+from moe_comm.backends.slab_modes import SlabTuning
 from moe_comm.config import EPConfig
 from moe_comm.launch.matrix_pair import PairData, Shape, line_through, rate_of
 from moe_comm.launch.routing import SHIPPED_TRACE, Routing, parse_routing
@@ -106,7 +106,7 @@ class Predictor:
             notes.append(f"beyond the pair's {points[-1][0]} tokens")
         excess, told = 0.0, ""
         if name.startswith("slab") and beyond:
-            excess, told = self._excess(phase, plan_of(name, config, tokens).mode, wanted, tokens)
+            excess, told = self._excess(phase, mode_of(name, config, tokens), wanted, tokens)
         notes += [told] if told else []
         return Prediction(
             us=time + beyond / (rate * self.fan_out) + excess,
@@ -176,8 +176,10 @@ class Predictor:
             row += 8 * config.num_topk
         whole = name == "c10d:dense"
         if name.startswith("slab") and not back:
-            # Of the slab, only a dispatch by copies sends rows that nobody asked for.
-            whole = plan_of(name, config, max(1, round(tokens))).mode == "high-throughput"
+            # Of the slab, only a dispatch by copies sends rows that nobody asked for; what is
+            # quantized on the way is not copied.
+            mode = mode_of(name, config, max(1, round(tokens)))
+            whole = mode == "high-throughput" and config.wire.scale_dtype is None
         if whole:
             return (ranks - 1) * tokens * row
         if routing == "uniform":
@@ -220,10 +222,9 @@ class Predictor:
         )
 
 
-def plan_of(name: str, config: EPConfig, tokens: int) -> Plan:
-    """What a slab of this name, with or without its mode, launches."""
-    mode = name.partition(":")[2] or "auto"
-    return SlabTuning(mode=mode).plan(config, tokens)
+def mode_of(name: str, config: EPConfig, tokens: int) -> str:
+    """The mode of a slab of this name, with or without its mode."""
+    return SlabTuning(mode=name.partition(":")[2] or "auto").mode_of(config, tokens)
 
 
 def _unlike(shape: Shape, wanted: Shape) -> tuple[object, ...]:

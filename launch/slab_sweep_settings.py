@@ -152,7 +152,7 @@ def _programs() -> Iterator[Setting]:
 def _blocks() -> Iterator[Setting]:
     """Blocks, unrolling and lag of a large combine: one of them changed, then all."""
     shapes = ((0, 0), (2048, 8), (4096, 8), (512, 2))
-    unrolls, lags = (0, 16, 4), (128, 512, 2048)
+    unrolls, lags = (0, 16, 4), (0, 512, 2048)
     # Positions in the three lists; what is the default lies at 0.
     grid = sorted(
         itertools.product(range(len(shapes)), range(len(unrolls)), range(len(lags))),

@@ -202,7 +202,7 @@ def _captured(
 def _row(
     case: Case, phase: str, taken: Sequence[Sequence[float]] | None, wrong: int, kept: Kept
 ) -> Row:
-    config, plan = case.config, case.tuning.plan(case.config, case.num_tokens)
+    config, mode = case.config, case.tuning.mode_of(case.config, case.num_tokens)
     placement = config.placement_for(case.num_ranks)
     traffic = RoutingTraffic.of([one.topk_idx for one in kept.data(case)], placement)
     wire = config.wire if phase == "dispatch" else config.return_wire
@@ -210,12 +210,15 @@ def _row(
     # Rows, ids and weights there, rows back.
     bytes_of_row = row_bytes + 8 * config.num_topk if phase == "dispatch" else row_bytes
     moved = traffic.remote_rows if phase == "dispatch" else traffic.returned_rows
-    sent = int(moved[0]) * bytes_of_row
+    needed = sent = int(moved[0]) * bytes_of_row
+    if phase == "dispatch" and mode == "high-throughput" and wire.scale_dtype is None:
+        # Copies bring every row to every rank; what is quantized on the way is not copied.
+        sent = (case.num_ranks - 1) * case.num_tokens * bytes_of_row
     row = Row(
-        backend="slab", mode=plan.mode, phase=phase, layout="expert", num_tokens=case.num_tokens,
+        backend="slab", mode=mode, phase=phase, layout="expert", num_tokens=case.num_tokens,
         hidden=config.hidden, num_topk=config.num_topk, num_experts=config.num_experts,
         ep_size=case.num_ranks, wire=wire.name, routing=case.routing.text,
-        cuda_graph=taken is not None, remote_bytes=sent, minimum_bytes=sent, wrong=wrong,
+        cuda_graph=taken is not None, remote_bytes=sent, minimum_bytes=needed, wrong=wrong,
         params={
             "case": case.identity, "stand_in": True, "calls": case.calls,
             "wires": list(case.wires), "asked_mode": case.tuning.mode,
@@ -227,5 +230,5 @@ def _row(
         row.samples, row.p50_us, row.p99_us = found.samples, found.p50_us, found.p99_us
         row.slowest_rank_p50_us = found.slowest_rank_p50_us
         row.remote_gbps = sent / found.slowest_rank_p50_us / 1e3
-        row.limit_us, row.limit_kind = kept.limit_us(sent), "peer copy"
+        row.limit_us, row.limit_kind = kept.limit_us(needed), "peer copy"
     return row

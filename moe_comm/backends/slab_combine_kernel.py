@@ -107,16 +107,14 @@ class CombineKernel(PutLaunches):
             options = dict(
                 H=hidden, G=max(wire.num_groups(hidden), 1), K=config.num_topk, UNROLL=unroll,
                 FOLD_UNROLL=min(4, next_power_of_2(self.num_ranks)),
-                AHEAD=self.tuning.combine_ahead_ranks <= self.num_ranks <= config.num_topk,
+                AHEAD=2 < self.num_ranks <= config.num_topk,
                 BLOCK=block,
                 WIRE=WIRE_CODE[wire.name], GROUP=wire.group or block, VALUE_BYTES=value.itemsize,
                 ROWS_LAYOUT=layout == "rows", APPLIED=applied,
                 ROW_ALIGN=alignment(hidden * value.itemsize), HAS_BIAS=biased,
                 RELEASE=releases, SEND=send, RECEIVE=receive, POLL=self._poll(warps),
-                num_warps=warps, **self._common,
+                num_warps=warps, maxnreg=plan.combine_registers, **self._common,
             )  # fmt: skip
-            if self.tuning.combine_registers:
-                options["maxnreg"] = self.tuning.combine_registers
             return Form(options, blocks=-(-hidden // block))
 
         key = ("combine form", bucket, dtype, layout, applied, biased, releases, send, receive)

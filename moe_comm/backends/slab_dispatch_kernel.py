@@ -86,7 +86,7 @@ class DispatchKernel(PutLaunches):
             most = min(most, self.tuning.counted_programs)
         elif form.options["RANKED"]:
             # Each waits for its stores before it releases, which takes longer than a few rows.
-            most = min(most, self.tuning.ranked_programs)
+            most = min(most, plan.ranked_programs)
         if form.options["RANKED"]:
             choices = bucket * self.config.num_topk
             queries = self.tuning.queries_of(choices)

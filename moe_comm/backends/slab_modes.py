@@ -17,12 +17,16 @@ MANY_CHOICES = 1024
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What a call launches. `mode` of the dispatch: "low-latency" or "high-throughput";
-    `*_programs`: the most programs, of a role in dispatch; combine_lag: tokens that a combine sends
-    before it begins to add."""
+    `*_programs`: the most programs, of a role in dispatch; of a combine: columns, warps and
+    registers as in SlabTuning, and lag: tokens that it sends before it begins to add."""
 
     mode: str
     dispatch_programs: int
+    ranked_programs: int
     combine_programs: int
+    combine_block: int
+    combine_warps: int
+    combine_registers: int
     combine_lag: int
 
 
@@ -37,10 +41,11 @@ class SlabTuning:
         aside_programs: the most programs of a role in a high-throughput dispatch, beside copies.
         combine_programs: the most programs of a combine; 0: as many as there is work for. Others
             must all run at once, so at most one a multiprocessor is safe.
-        combine_lag: tokens that a combine sends before it begins to add what others send.
-        combine_block, combine_warps: 0: by the bucket.
+        combine_lag: tokens that a combine sends before it begins to add what others send; 0: by the
+            ranks.
+        combine_block, combine_warps: 0: by the bucket and the ranks.
         combine_registers: the most registers of a thread of a combine, so that more programs run at
-            once, on few multiprocessors too; 0: as many as the compiler takes.
+            once, on few multiprocessors too; 0: by the ranks.
         direct_ranks: up to this many ranks each program of a low-latency call tells every rank
             itself; beyond, the last one does for all.
         ranked_choices: up to this many choices of a rank, at most 4096, the rank itself ranks them.
@@ -48,12 +53,11 @@ class SlabTuning:
             by launches of their own.
         ranked_programs, counted_programs: the most programs that put rows where choices are ranked:
             each waits for its stores before it releases, which takes longer than a few rows; and
-            where they are counted, which leaves room for the programs that count.
+            where they are counted, which leaves room for the programs that count. ranked_programs
+            0: by the ranks.
         counted_registers: the most registers of a thread where choices are counted, so that more
             programs run at once; 0: as many as the compiler takes.
         index_queries: choices that one program ranks; 0: by the number of choices.
-        combine_ahead_ranks: from so many ranks on, and up to as many as a token has choices, a
-            combine asks at once for all that decides about a partial sum.
         combine_unroll: loads of expert rows in flight at a time; 0: as many as a row has.
         put_programs, put_warps: programs that forward what is put, and their warps.
         *_block, *_warps: columns and warps of a program; *_programs: the most programs of a role.
@@ -67,15 +71,14 @@ class SlabTuning:
     aside_programs: int = 264
     combine_block: int = 0
     combine_warps: int = 0
-    combine_registers: int = 64
+    combine_registers: int = 0
     combine_programs: int = 0
-    combine_lag: int = 128
-    combine_ahead_ranks: int = 3
+    combine_lag: int = 0
     combine_unroll: int = 0
     direct_ranks: int = 8
     ranked_choices: int = 4096
     counted_choices: int = 1 << 20
-    ranked_programs: int = 40
+    ranked_programs: int = 0
     counted_programs: int = 132
     counted_registers: int = 64
     index_queries: int = 0
@@ -86,11 +89,12 @@ class SlabTuning:
         if self.mode not in MODES:
             raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {self.mode!r}")
 
-    def block_of_combine(self, bucket: int) -> tuple[int, int]:
+    def _block_of_combine(self, bucket: int, num_ranks: int) -> tuple[int, int]:
         """(columns, warps) of a program, before they are fitted to a row."""
         if self.combine_block:
             return self.combine_block, self.combine_warps or max(1, self.combine_block // 256)
-        return (2048, 8) if FEW_TOKENS < bucket <= MIDDLE_TOKENS else (1024, 4)
+        middle = FEW_TOKENS < bucket <= MIDDLE_TOKENS
+        return (2048, 8) if middle and num_ranks <= 2 else (1024, 4)
 
     def queries_of(self, choices: int) -> int:
         """Choices that one program of an index ranks."""
@@ -107,19 +111,31 @@ class SlabTuning:
             raise ValueError(f"mode: expected {self.mode!r}, the tuning's, or 'auto', got {mode!r}")
         return replace(self, mode=mode)
 
-    def plan(self, config: EPConfig, bucket: int) -> Plan:
-        """The plan of a call with this bucket; the same on every rank."""
-        mode = self.mode
+    def mode_of(self, config: EPConfig, bucket: int) -> str:
+        """The mode of a dispatch with this bucket; the same on every rank."""
+        if self.mode != "auto":
+            return self.mode
         to_peer = bucket * config.wire.row_bytes(config.hidden)
-        if mode == "auto":
-            # What is quantized on the way is stored: nothing is left to be copied.
-            copies = config.wire.scale_dtype is None and to_peer >= self.copy_from_bytes
-            mode = "high-throughput" if copies else "low-latency"
+        # What is quantized on the way is stored: nothing is left to be copied.
+        copies = config.wire.scale_dtype is None and to_peer >= self.copy_from_bytes
+        return "high-throughput" if copies else "low-latency"
+
+    def plan(self, config: EPConfig, bucket: int, num_ranks: int) -> Plan:
+        """The plan of a call with this bucket; the same on every rank."""
+        mode = self.mode_of(config, bucket)
+        block, warps = self._block_of_combine(bucket, num_ranks)
+        # Found on pairs, for two ranks by their calls, for more by slab_stand_in. Among more, a sum
+        # reads several ranks' rows at once, and each token is sent to more of them.
+        many = num_ranks > 2
         return Plan(
             mode=mode,
             dispatch_programs=self.dispatch_programs
             if mode == "low-latency"
             else self.aside_programs,
+            ranked_programs=self.ranked_programs or (80 if many else 40),
             combine_programs=self.combine_programs,
-            combine_lag=min(self.combine_lag, bucket),
+            combine_block=block,
+            combine_warps=warps,
+            combine_registers=self.combine_registers or (80 if many else 64),
+            combine_lag=min(self.combine_lag or (32 if many else 128), bucket),
         )

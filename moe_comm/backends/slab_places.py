@@ -103,7 +103,9 @@ class SlabPlaces:
     # Numbers.
 
     def _plan(self, bucket: int) -> Plan:
-        return self._kept(("plan", bucket), lambda: self.tuning.plan(self.config, bucket))
+        return self._kept(
+            ("plan", bucket), lambda: self.tuning.plan(self.config, bucket, self.num_ranks)
+        )
 
     def _capacity(self, bucket: int) -> int:
         return self.config.expert_row_capacity(self.num_ranks, self.num_local_experts, bucket)
@@ -123,7 +125,8 @@ class SlabPlaces:
     def _combine_block(self, bucket: int) -> tuple[int, int]:
         """The same for combine."""
         group = self.config.return_wire.group
-        block, warps = self.tuning.block_of_combine(bucket)
+        plan = self._plan(bucket)
+        block, warps = plan.combine_block, plan.combine_warps
         block = min(block, max(next_power_of_2(self.config.hidden), group, 32))
         # An element a thread at least: what others write is read, and no two threads read the same.
         return block, min(warps, block // 32)
