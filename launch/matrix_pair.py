@@ -67,6 +67,8 @@ class PairData:
         default_factory=dict
     )
     files: list[str] = field(default_factory=list)
+    # Of each curve of stand_ins.
+    _days: dict[tuple[Any, ...], str] = field(default_factory=dict)
 
     @classmethod
     def load(cls, directory: Path, *, device: str, graphs: bool) -> PairData:
@@ -88,8 +90,7 @@ class PairData:
                 continue
             if document["command"] == "slab_stand_in":
                 eager.files.append(path.name)
-                for row in document["rows"]:
-                    eager._take_stand_in(row)
+                eager._take_stand_ins(document["rows"], path.name.partition("_")[0])
                 continue
             rows = [row for row in document["rows"] if _counts(row)]
             if rows and document["command"] in _COMMANDS:
@@ -115,12 +116,19 @@ class PairData:
             curve = self.curves.setdefault((name, row["phase"]), {}).setdefault(shape, {})
             curve.setdefault(row["num_tokens"], {})[row["routing"]] = time
 
-    def _take_stand_in(self, row: Mapping[str, Any]) -> None:
-        if row["wrong"] or not row["samples"] or row["params"]["changed"]:
-            return
-        key = (row["phase"], row["mode"] if row["phase"] == "dispatch" else "")
-        of_ranks = self.stand_ins.setdefault(key, {}).setdefault(_shape_of(row), {})
-        of_ranks.setdefault(row["ep_size"], {})[row["num_tokens"]] = row["slowest_rank_p50_us"]
+    def _take_stand_ins(self, rows: Sequence[Mapping[str, Any]], day: str) -> None:
+        """Those of a later day, or letter, replace a curve as a whole: its other sizes are of
+        kernels that are gone."""
+        for row in rows:
+            if row["wrong"] or not row["samples"] or row["params"]["changed"]:
+                continue
+            key = (row["phase"], row["mode"] if row["phase"] == "dispatch" else "")
+            shape, ranks = _shape_of(row), row["ep_size"]
+            of_ranks = self.stand_ins.setdefault(key, {}).setdefault(shape, {})
+            if self._days.get((key, shape, ranks)) != day:
+                self._days[key, shape, ranks] = day
+                of_ranks[ranks] = {}
+            of_ranks[ranks][row["num_tokens"]] = row["slowest_rank_p50_us"]
 
     def shapes(self, name: str, phase: str) -> list[Shape]:
         """Shapes that a backend's phase was measured at."""
@@ -169,7 +177,7 @@ def _names_of(row: Mapping[str, Any], shape: Shape) -> set[str]:
         # A combine is the same in both modes.
         modes = {"low-latency", "high-throughput"}
         if row["phase"] != "combine":
-            modes = {SlabTuning().mode_of(shape.config, row["num_tokens"])}
+            modes = {SlabTuning().mode_of(shape.config, row["num_tokens"], row["ep_size"])}
         plain = mode in modes
     return {full, backend} if plain else {full}
 
@@ -186,13 +194,13 @@ def _counts(row: Mapping[str, Any]) -> bool:
     )
 
 
-def line_through(points: Points, at: float) -> float:
-    """Piecewise linear, continued at both ends, never below zero; one point is a constant."""
+def line_through(points: Points, at: float, *, least: float = 0.0) -> float:
+    """Piecewise linear, continued at both ends, never below `least`; one point is a constant."""
     if len(points) == 1:
         return points[0][1]
     index = bisect.bisect([x for x, _ in points], at)
     (x0, y0), (x1, y1) = points[max(0, min(index - 1, len(points) - 2)) :][:2]
-    return max(0.0, y0 + (y1 - y0) * (at - x0) / (x1 - x0))
+    return max(least, y0 + (y1 - y0) * (at - x0) / (x1 - x0))
 
 
 def rate_of(points: Points) -> float | None:

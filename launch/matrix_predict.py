@@ -5,9 +5,10 @@ Times are of the slowest rank. R ranks, T tokens of a rank, K choices of E exper
     t(R, T) = tau(T') + max(0, V(R, T) - V(2, T')) / (r * F) + e(R, T)
 
 tau       the pair's own time, piecewise linear in tokens (matrix_pair), of the same backend, phase,
-          shape and routing. For a shape that the pair did not measure: tau of another shape, its
-          part above the smallest T scaled by the bytes of a row (dispatch: wire included) or of a
-          token's expert rows (combine and the per-expert baseline: K * H); latency stays.
+          shape and routing; of the slab's dispatch in the mode that it takes among R. For a shape
+          that the pair did not measure: tau of another shape, its part above the smallest T scaled
+          by the bytes of a row (dispatch: wire included) or of a token's expert rows (combine and
+          the per-expert baseline: K * H); latency stays.
 T'        T; dispatch of others than the slab and per-expert: R * T / 2, since R * T received rows
           and R * T * K choices to index are then the pair's. The slab indexes while rows travel.
 V         remote bytes of the busiest rank: rows that moe_comm.traffic says (uniform routing:
@@ -15,9 +16,10 @@ V         remote bytes of the busiest rank: rows that moe_comm.traffic says (uni
           blocks, (R - 1) * T rows, for c10d:dense and where the slab takes copies; T * K * (R-1)/R
           for per-expert.
 e         of the slab: what slab_stand_in measured of one of R ranks less what it measured of one
-          of two and less the link's time for the bytes beyond, not below 0. At the same phase, mode
-          and R, of the nearest shape, by the bytes of a row; linear in T, from 0 at T = 0. Where it
-          was measured at fewer than two sizes, and of other backends, 0.
+          of two and less the link's time for the bytes beyond: below 0 where these travel while
+          something else takes its time. At the same phase, mode and R, of the nearest shape, by the
+          bytes of a row; linear in T, from 0 at T = 0. Where it was measured at fewer than two
+          sizes, and of other backends, 0.
 r         bytes a microsecond of the pair's peer copy at its largest size.
 F         copies to all peers at once over copies to one, by rate, where section copies has measured
           them on this host; else 1: a GPU has the same links to a switch, whoever is behind it.
@@ -33,6 +35,7 @@ round trip is added.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -83,6 +86,10 @@ class Predictor:
         if phase == "moe_layer":
             return self._layer(name, config, tokens, routing)
         rate = rate_of(self.pair.copy_points())
+        mode = self._mode(name, config, tokens) if name.startswith("slab") else ""
+        if mode and phase == "dispatch" and mode != self._mode(name, config, tokens, 2):
+            # The pair takes copies where this many ranks take stores.
+            name = f"slab:{mode}"
         wanted = Shape(
             hidden=config.hidden, num_topk=config.num_topk, num_experts=config.num_experts,
             wire=config.dispatch_wire if phase == "dispatch" else config.combine_wire,
@@ -106,13 +113,18 @@ class Predictor:
             notes.append(f"beyond the pair's {points[-1][0]} tokens")
         excess, told = 0.0, ""
         if name.startswith("slab") and beyond:
-            excess, told = self._excess(phase, mode_of(name, config, tokens), wanted, tokens)
+            excess, told = self._excess(phase, mode, wanted, tokens)
         notes += [told] if told else []
         return Prediction(
-            us=time + beyond / (rate * self.fan_out) + excess,
+            us=max(0.0, time + beyond / (rate * self.fan_out) + excess),
             remote_bytes=round(here),
             note="; ".join(notes),
         )
+
+    def _mode(self, name: str, config: EPConfig, tokens: int, ranks: int = 0) -> str:
+        """The mode of a slab of this name, with or without its mode, among `ranks`; 0: R."""
+        tuning = SlabTuning(mode=name.partition(":")[2] or "auto")
+        return tuning.mode_of(config, tokens, ranks or self.num_ranks)
 
     def _excess(self, phase: str, mode: str, wanted: Shape, tokens: int) -> tuple[float, str]:
         """e, and where it is from."""
@@ -130,9 +142,10 @@ class Predictor:
                 for r in (ranks, 2)
             )
             over = time - line_through(two, size) - max(0.0, here - there) / rate
-            points.append((size, max(0.0, over)))
+            points.append((size, over))
         scale = wanted.row_bytes / shape.row_bytes
-        return scale * line_through(points, tokens), f"stand-ins of {ranks} ranks at {shape}"
+        excess = line_through(points, tokens, least=-math.inf)
+        return scale * excess, f"stand-ins of {ranks} ranks at {shape}"
 
     def copy(self, size: int, peers: int) -> Prediction:
         """`size` bytes to each of `peers` at once."""
@@ -178,7 +191,7 @@ class Predictor:
         if name.startswith("slab") and not back:
             # Of the slab, only a dispatch by copies sends rows that nobody asked for; what is
             # quantized on the way is not copied.
-            mode = mode_of(name, config, max(1, round(tokens)))
+            mode = self._mode(name, config, max(1, round(tokens)), ranks)
             whole = mode == "high-throughput" and config.wire.scale_dtype is None
         if whole:
             return (ranks - 1) * tokens * row
@@ -220,11 +233,6 @@ class Predictor:
             remote_bytes=sum(part.remote_bytes or 0 for part in parts),
             note="; ".join(dict.fromkeys(part.note for part in parts if part.note)),
         )
-
-
-def mode_of(name: str, config: EPConfig, tokens: int) -> str:
-    """The mode of a slab of this name, with or without its mode."""
-    return SlabTuning(mode=name.partition(":")[2] or "auto").mode_of(config, tokens)
 
 
 def _unlike(shape: Shape, wanted: Shape) -> tuple[object, ...]:

@@ -202,7 +202,8 @@ def _captured(
 def _row(
     case: Case, phase: str, taken: Sequence[Sequence[float]] | None, wrong: int, kept: Kept
 ) -> Row:
-    config, mode = case.config, case.tuning.mode_of(case.config, case.num_tokens)
+    config = case.config
+    mode = case.tuning.mode_of(config, case.num_tokens, case.num_ranks)
     placement = config.placement_for(case.num_ranks)
     traffic = RoutingTraffic.of([one.topk_idx for one in kept.data(case)], placement)
     wire = config.wire if phase == "dispatch" else config.return_wire

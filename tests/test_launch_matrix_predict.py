@@ -138,10 +138,42 @@ class TestPredictions:
         wide = here.cell("slab", "combine", EPConfig.preset("kimi-k3-wide"), 128, "uniform")
         want = 12 + 0.04 * (1 + 127 * 2) + link("combine", 128, 7168) + 2 * 10
         assert wide.us == pytest.approx(want, rel=1e-3)
-        # No stand-in went by copies, and four ranks were measured at one size.
-        assert "stand-in" not in here.cell("slab", "dispatch", K3, 4096, "uniform").note
-        four = Predictor(pair=here.pair, num_ranks=4).cell("slab", "dispatch", K3, 128, "uniform")
-        assert "stand-in" not in four.note
+        # Four ranks were measured at one size, and not by copies.
+        four = Predictor(pair=here.pair, num_ranks=4)
+        for tokens in (128, 4096):
+            assert "stand-in" not in four.cell("slab", "dispatch", K3, tokens, "uniform").note
+
+    def test_later_stand_ins_replace_a_curve_as_a_whole(self, tmp_path):
+        def told(time: float, *sizes: int) -> dict:
+            rows = [
+                row("combine", tokens, time if ranks == 8 else 5.0, ep_size=ranks,
+                    params={"changed": {}})
+                for tokens in sizes for ranks in (2, 8)
+            ]  # fmt: skip
+            return document(rows) | {"command": "slab_stand_in"}
+
+        for name, file in (("01a_x_stand-in", told(900.0, 128, 256, 512)),
+                           ("02a_x_stand-in-modes", told(300.0, 128)),
+                           ("02a_x_stand-in", told(300.0, 512))):  # fmt: skip
+            write_json(str(tmp_path / f"2026-02-{name}.json"), file)
+        pair = pair_of(tmp_path, pair_rows())
+        curves = pair.stand_ins["combine", ""]
+        assert [of[8] for of in curves.values()] == [{128: 300.0, 512: 300.0}]
+        # The pair's 12 + 0.04 T, less 5, plus 300: e is below 0 where the link's time is more.
+        here = Predictor(pair=pair, num_ranks=8)
+        for tokens in (128, 512):
+            found = here.cell("slab", "combine", K3, tokens, "uniform")
+            assert found.us == pytest.approx(300.0 + 12 + 0.04 * tokens - 5.0)
+
+    def test_stores_among_many_where_the_pair_takes_copies(self, tmp_path):
+        """tau is then of the mode that eight ranks take, not of the pair's copies."""
+        forced = [row("dispatch", tokens, 20 + 0.03 * tokens) for tokens in (512, 4096)]
+        pair = pair_of(tmp_path, pair_rows() + forced)
+        found = Predictor(pair=pair, num_ranks=8).cell("slab", "dispatch", K3, 4096, "uniform")
+        beyond = expected_distinct(8, 896, 16) * 7 / 8 - expected_distinct(2, 896, 16) / 2
+        assert found.us == pytest.approx(20 + 0.03 * 4096 + beyond * 4096 * 7296 / RATE, rel=1e-3)
+        two = Predictor(pair=pair, num_ranks=2).cell("slab", "dispatch", K3, 4096, "uniform")
+        assert two.us == pytest.approx(10 + 0.02 * 4096)
 
     def test_traces_are_drawn_as_the_run_will(self, tmp_path):
         here = Predictor(pair=pair_of(tmp_path, pair_rows()), num_ranks=4)
@@ -153,9 +185,9 @@ class TestPredictions:
         assert back.remote_bytes == int(rows.returned_rows.max()) * 7168
 
     def test_whole_blocks_where_the_slab_copies(self, tmp_path):
-        here = Predictor(pair=pair_of(tmp_path, pair_rows()), num_ranks=8)
+        here = Predictor(pair=pair_of(tmp_path, pair_rows()), num_ranks=4)
         found = here.cell("slab", "dispatch", K3, 4096, "uniform")
-        assert found.remote_bytes == 7 * 4096 * 7296
+        assert found.remote_bytes == 3 * 4096 * 7296
         found = here.cell("slab", "dispatch", K3, 8192, "uniform")
         assert "beyond the pair's 4096 tokens" in found.note
 

@@ -106,7 +106,7 @@ class SlabCommunicator(Communicator):
     def mode_for(self, bucket: int) -> str:
         """What a dispatch of this bucket runs: "low-latency" or "high-throughput", with "+put"
         where rows are put."""
-        mode = self.tuning.mode_of(self.config, bucket)
+        mode = self.tuning.mode_of(self.config, bucket, self.num_ranks)
         return f"{mode}+{PUT}" if self._memory.puts else mode
 
     def _take_slot(self, reuse: DispatchHandle | None) -> int:

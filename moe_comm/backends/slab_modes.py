@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moe_comm.config import EPConfig
+from moe_comm.traffic import expected_distinct
 
 MODES = ("auto", "low-latency", "high-throughput")
 # Combines of buckets in (FEW_TOKENS, MIDDLE_TOKENS] take fewer and larger programs than others: all
@@ -12,6 +13,9 @@ MODES = ("auto", "low-latency", "high-throughput")
 FEW_TOKENS, MIDDLE_TOKENS = 32, 512
 # From so many choices on a program ranks 32 of them, below 16: fewer programs read all of them.
 MANY_CHOICES = 1024
+# Copies bring every row to every rank, stores those that a rank is to have, at 0.95 of the rate
+# (H200 at T = 4096: two ranks, and one rank of eight by slab_stand_in).
+STORES_OF_COPIES = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +41,7 @@ class SlabTuning:
     Attributes:
         mode: "low-latency", "high-throughput", or "auto" by the bucket.
         copy_from_bytes: bytes to one peer from which dispatch takes copies instead of stores, where
-            the wire does not quantize.
+            the wire does not quantize and tokens reach nearly every rank (896/16: up to five).
         aside_programs: the most programs of a role in a high-throughput dispatch, beside copies.
         combine_programs: the most programs of a combine; 0: as many as there is work for. Others
             must all run at once, so at most one a multiprocessor is safe.
@@ -111,18 +115,19 @@ class SlabTuning:
             raise ValueError(f"mode: expected {self.mode!r}, the tuning's, or 'auto', got {mode!r}")
         return replace(self, mode=mode)
 
-    def mode_of(self, config: EPConfig, bucket: int) -> str:
+    def mode_of(self, config: EPConfig, bucket: int, num_ranks: int) -> str:
         """The mode of a dispatch with this bucket; the same on every rank."""
         if self.mode != "auto":
             return self.mode
         to_peer = bucket * config.wire.row_bytes(config.hidden)
+        reached = expected_distinct(num_ranks, config.num_experts, config.num_topk) / num_ranks
         # What is quantized on the way is stored: nothing is left to be copied.
         copies = config.wire.scale_dtype is None and to_peer >= self.copy_from_bytes
-        return "high-throughput" if copies else "low-latency"
+        return "high-throughput" if copies and reached >= STORES_OF_COPIES else "low-latency"
 
     def plan(self, config: EPConfig, bucket: int, num_ranks: int) -> Plan:
         """The plan of a call with this bucket; the same on every rank."""
-        mode = self.mode_of(config, bucket)
+        mode = self.mode_of(config, bucket, num_ranks)
         block, warps = self._block_of_combine(bucket, num_ranks)
         # Found on pairs, for two ranks by their calls, for more by slab_stand_in. Among more, a sum
         # reads several ranks' rows at once, and each token is sent to more of them.
