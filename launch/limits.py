@@ -36,6 +36,7 @@ class Limits:
     _raw: dict[tuple[object, ...], Statistics] = field(default_factory=dict)
     _copy: dict[tuple[object, ...], float | None] = field(default_factory=dict)
     _memory_rate: float | None = None
+    _product_rate: float | None = None
     _empty: dict[bool, float] = field(default_factory=dict)
 
     def empty_us(self, *, graph: bool) -> float:
@@ -131,6 +132,24 @@ class Limits:
             slowest = max(percentile(samples, 50) for samples in self.ranks.gather(mine))
             self._memory_rate = 2 * size / slowest
         return num_bytes / self._memory_rate
+
+    def products_us(self, num_operations: int) -> float | None:
+        """Time of num_operations (a multiply and an add are two) at the rate of one large bf16
+        product; None on a CPU."""
+        if self.ranks.device.type != "cuda":
+            return None
+        if self._product_rate is None:
+            size = 8192
+            a, b, out = (
+                torch.randn(size, size, device=self.ranks.device, dtype=torch.bfloat16)
+                for _ in range(3)
+            )
+            mine = time_calls(
+                lambda: torch.mm(a, b, out=out), self.ranks, iters=20, warmup=3, graph=False
+            )
+            slowest = max(percentile(samples, 50) for samples in self.ranks.gather(mine))
+            self._product_rate = 2 * size**3 / slowest
+        return num_operations / self._product_rate
 
 
 def _driver_copy() -> Callable[[Tensor, Tensor], None]:

@@ -228,9 +228,19 @@ class LayerBench:
         )
         fill_row(row, self.ranks.gather(mine))
         if self.plan.limit:
-            reads = case.active_experts * layer.expert_bytes
-            row.limit_us = self.limits.memory_us(reads)
-            row.limit_kind = None if row.limit_us is None else "weights of active experts, read"
+            row.limit_us, row.limit_kind = self.limit(layer, case)
+
+    def limit(self, layer: Layer, case: LayerCase) -> tuple[float | None, str | None]:
+        """Microseconds of the experts alone: the longer of reading the weights of those with rows,
+        and the products of the busiest rank's rows with gate, up and down; and which it is."""
+        reads = self.limits.memory_us(case.active_experts * layer.expert_bytes)
+        weights = 3 * case.config.hidden * self.layers.inter
+        products = self.limits.products_us(2 * case.expert_rows * weights)
+        if reads is None or products is None:
+            return None, None
+        if products > reads:
+            return products, "experts' products, at the rate of a large bf16 one"
+        return reads, "weights of active experts, read"
 
     def timing_words(self, graph: bool) -> str:
         """How the figures were taken, for the result file."""

@@ -144,7 +144,11 @@ def _table(titles: Sequence[str], left: Sequence[bool], lines: Sequence[list[str
 
 def _value(row: Row, name: str) -> Any:
     prefix, dot, param = name.partition(".")
-    return row["params"].get(param) if dot and prefix == "params" else row[name]
+    if not (dot and prefix == "params"):
+        return row[name]
+    param, _, index = param.partition(".")
+    found = row["params"].get(param)
+    return found[int(index)] if index and found is not None else found
 
 
 def _origin(document: Mapping[str, Any]) -> str:

@@ -4,8 +4,9 @@
     ...
     <!-- /figures -->
 
-A marker names files by a glob and filters rows by fields (params.x: of a row's params); the table
-shows the rows of the newest file (names begin with the date) that the glob finds. Kinds of markers:
+A marker names files by a glob and filters rows by fields (params.x: of a row's params, params.x.0:
+the first of several); the table shows the rows of the newest file (names begin with the date) that
+the glob finds. Kinds of markers:
 
     figures   a line a row; columns=a,b instead of the usual ones: fields, x_limit, params.x
     ports     of launch/bench_model: ours beside the other ports, then what else the rows say

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from click.testing import CliRunner
 from moe_comm import EPConfig, ExpertPlacement
 from moe_comm.kernels import mxfp4_format
 from moe_comm.launch.expert_source import ExpertSource
+from moe_comm.launch.moe_layer import LayerBench
 from moe_comm.launch.moe_layer_case import build_case
 from moe_comm.launch.moe_layer_oracle import expected_layer, expected_routing
 from moe_comm.launch.moe_layer_rows import layer_lines
@@ -197,6 +199,25 @@ def test_on_a_pair_of_gpus(tmp_path, experts_by):
     assert graphs == [True, False, False, False] * 2
     if experts_by != "auto":
         assert rows[0]["params"]["experts_by"] == experts_by
+
+
+def test_the_limit_is_the_longer_of_reading_weights_and_multiplying_rows():
+    """Many rows are bound by their products: 6 * rows * hidden * inter operations."""
+    ours, _routing = case()
+    layer = SimpleNamespace(expert_bytes=1000)
+    read, work = ours.active_experts * 1000, 6 * ours.expert_rows * ours.config.hidden * 8
+
+    def limit(read_rate, product_rate):
+        def timed(rate):
+            return lambda amount: None if rate is None else amount / rate
+
+        limits = SimpleNamespace(memory_us=timed(read_rate), products_us=timed(product_rate))
+        bench = SimpleNamespace(limits=limits, layers=SimpleNamespace(inter=8))
+        return LayerBench.limit(bench, layer, ours)
+
+    assert limit(read / 3, work / 2) == (3, "weights of active experts, read")
+    assert limit(read / 2, work / 3) == (3, "experts' products, at the rate of a large bf16 one")
+    assert limit(None, None) == (None, None)
 
 
 @pytest.mark.parametrize(

@@ -89,13 +89,13 @@ def check_stand_in(text):
     """One of two ranks beside a run of two, in time."""
     kind = ("phase", "num_tokens", "wire")
     ran: dict[tuple, float] = {}
-    for row in rows_of("2026-11-30e_nvidia-h200x2_matrix"):
-        here = row["params"]["section"] == "run" and row["hidden"] == 3584
-        if here and row["backend"] == "slab" and row["routing"] == "uniform":
-            ran[tuple(row[name] for name in kind)] = row["slowest_rank_p50_us"]
+    for name in ("slab-run", "slab-run-fp8"):
+        for row in rows_of(f"2026-11-30f_nvidia-h200x2_{name}"):
+            if row["routing"] == "uniform":
+                ran[tuple(row[name] for name in kind)] = row["slowest_rank_p50_us"]
     off: dict[bool, float] = {}
-    for row in rows_of("2026-11-30e_nvidia-h200x2_stand-in"):
-        if row["ep_size"] == 2:
+    for row in rows_of("2026-11-30f_nvidia-h200x2_stand-in"):
+        if row["ep_size"] == 2 and row["num_tokens"] in (1, 128, 4096):
             of_run = row["slowest_rank_p50_us"] / ran[tuple(row[name] for name in kind)]
             many = row["num_tokens"] >= 128
             off[many] = max(off.get(many, 0.0), abs(of_run - 1))
@@ -156,6 +156,7 @@ def test_readme_tables_take_the_newest_file_and_filter(tmp_path):
         one = document()
         for row in one["rows"]:
             row["num_tokens"] = tokens
+            row["params"]["wires"] = ["fp8", row["backend"]]
         write_json(str(tmp_path / f"results/{date}_cpux2_run.json"), one)
     text = "a\n<!-- figures results/*_run.json backend=c10d -->\nold\n<!-- /figures -->\nb\n"
     new = readme_tables.rewrite(text, tmp_path)
@@ -172,6 +173,10 @@ def test_readme_tables_take_the_newest_file_and_filter(tmp_path):
     new = readme_tables.rewrite(text.replace("backend=c10d", of_params), tmp_path)
     assert "| backend | x limit | raw all to all us |\n| --- | ---: | ---: |\n" in new
     assert "\n| c10d:exact | 2.00 | 40.00 |\n" in new
+    assert "per-expert" not in new
+    of_one = "params.wires.1=c10d params.wires.0=fp8 columns=backend"
+    new = readme_tables.rewrite(text.replace("backend=c10d", of_one), tmp_path)
+    assert "| c10d:exact |" in new
     assert "per-expert" not in new
     with pytest.raises(ValueError, match="expected one of"):
         readme_tables.rewrite(text.replace("backend=c10d", "columns=speed"), tmp_path)
