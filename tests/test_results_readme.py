@@ -25,7 +25,7 @@ def test_readme_says_what_the_result_files_say():
 def test_readme_prose_says_what_the_result_files_say():
     """Figures in sentences, where no table is generated."""
     text = " ".join((ROOT / "README.md").read_text().split())
-    alone = rows_of("2026-11-30d_nvidia-h200x2_slab-run")
+    alone = rows_of("2026-11-30f_nvidia-h200x2_slab-run")
     soak, copied, counted = (rows_of(f"2026-11-30{run}_nvidia-h200x2_soak") for run in "bcd")
     memcheck = rows_of("2026-11-30_nvidia-h200x1_memcheck")[0]["params"]
     assert (memcheck["errors"], memcheck["tests"]) == (0, {"passed": 10})
@@ -79,6 +79,18 @@ def check_matrix(text):
     soak = [row["params"] for row in rows if row["phase"] == "soak"]
     assert not any(one["hangs"] for one in soak)
     assert f"{len(measured):,} rows, 0 wrong, {sum(one['pairs'] for one in soak):,} more" in text
+    trips = {
+        (row["backend"], row["mode"]): row["slowest_rank_p50_us"]
+        for row in measured
+        if row["params"]["section"] == "run" and row["phase"] == "round_trip" and row["cuda_graph"]
+        and (row["hidden"], row["num_tokens"], row["wire"]) == (3584, 128, "bf16")
+        and row["routing"] == "uniform"
+    }  # fmt: skip
+    ours, nccl, theirs = (
+        trips[name] for name in (("slab", "low-latency"), ("c10d", "dense"), ("deepep", "v1-ll"))
+    )
+    told = f"takes {ours:.1f} us in a CUDA graph, {nccl:.1f} us over NCCL and {theirs:.1f} us with"
+    assert told in text
     errors = [row["params"]["relative_error"] for row in rows if "relative_error" in row["params"]]
     near = sum(error <= 0.2 for error in errors)
     notes = " ".join((ROOT / "results/README.md").read_text().split())
