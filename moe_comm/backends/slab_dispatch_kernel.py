@@ -208,6 +208,9 @@ class DispatchKernel(PutLaunches):
                 EXACT=self._interpret or largest_key >= 1 << 24,
                 POLL=self._poll(warps), num_warps=warps, **self._common,
             )  # fmt: skip
+            registers = tuning.ranked_registers if ranked else tuning.counted_registers
+            if registers and (ranked or chunked):
+                options["maxnreg"] = registers
             return Form(
                 options,
                 blocks=-(-config.hidden // block),

@@ -59,8 +59,8 @@ class SlabTuning:
             each waits for its stores before it releases, which takes longer than a few rows; and
             where they are counted, which leaves room for the programs that count. ranked_programs
             0: by the ranks.
-        counted_registers: the most registers of a thread where choices are counted, so that more
-            programs run at once; 0: as many as the compiler takes.
+        ranked_registers, counted_registers: the most registers of a thread where choices are
+            ranked, or counted, so that more programs run at once; 0: as many as the compiler takes.
         index_queries: choices that one program ranks; 0: by the number of choices.
         combine_unroll: loads of expert rows in flight at a time; 0: as many as a row has.
         put_programs, put_warps: programs that forward what is put, and their warps.
@@ -84,7 +84,8 @@ class SlabTuning:
     counted_choices: int = 1 << 20
     ranked_programs: int = 0
     counted_programs: int = 132
-    counted_registers: int = 64
+    ranked_registers: int = 0
+    counted_registers: int = 0
     index_queries: int = 0
     put_programs: int = 128
     put_warps: int = 8
@@ -95,10 +96,9 @@ class SlabTuning:
 
     def _block_of_combine(self, bucket: int, num_ranks: int) -> tuple[int, int]:
         """(columns, warps) of a program, before they are fitted to a row."""
-        if self.combine_block:
-            return self.combine_block, self.combine_warps or max(1, self.combine_block // 256)
         middle = FEW_TOKENS < bucket <= MIDDLE_TOKENS
-        return (2048, 8) if middle and num_ranks <= 2 else (1024, 4)
+        block = self.combine_block or (2048 if middle and num_ranks <= 2 else 1024)
+        return block, self.combine_warps or max(1, block // 256)
 
     def queries_of(self, choices: int) -> int:
         """Choices that one program of an index ranks."""
