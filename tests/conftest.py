@@ -32,12 +32,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if interpreter.is_inside(item)][index::count]
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Cases under the interpreter begin with the session: one of two processors is idle for most of
+    it."""
+    if not (session.config.option.collectonly or interpreter.INTERPRETED):
+        interpreter.start(session)
+
+
 @pytest.fixture
 def interpreted(request: pytest.FixtureRequest) -> Callable[[], None]:
     """Checks that the file's cases passed under Triton's interpreter."""
-    return lambda: interpreter.check(
-        request.path.name, interpreter.said_of(request.path, request.session)
-    )
+    return lambda: interpreter.check(request.path.name, interpreter.said())
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -60,8 +65,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """End every rank of the shared pools."""
+    """End every rank of the shared pools, and what runs beside the session."""
     del session
+    interpreter.end()
     pool = sys.modules.get("rank_pool")
     if pool is not None:
         pool.kill_all()

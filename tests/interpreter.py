@@ -1,4 +1,4 @@
-"""Cases that run under Triton's interpreter: all that a session has, in two processes.
+"""Cases that run under Triton's interpreter: all that a session has, in two processes beside it.
 
 The interpreter is chosen when triton is imported, hence processes of their own. A file marks such
 cases `inside`, and asks for them in a test that is `outside` and takes the fixture `interpreted`.
@@ -7,9 +7,12 @@ cases `inside`, and asks for them in a test that is `outside` and takes the fixt
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -20,7 +23,7 @@ outside = pytest.mark.skipif(INTERPRETED, reason="the outer process starts the i
 # In the inner processes: which of how many.
 PART = "MOE_COMM_TESTS_PART"
 _PARTS = 2
-_said: dict[Path, list[str]] = {}
+_inner: list[tuple[subprocess.Popen[str], IO[str]]] = []
 
 
 def is_inside(item: pytest.Item) -> bool:
@@ -28,32 +31,41 @@ def is_inside(item: pytest.Item) -> bool:
     return any(mark.kwargs.get("reason") == _REASON for mark in item.iter_markers("skipif"))
 
 
-def said_of(path: Path, session: pytest.Session) -> list[str]:
-    """What the inner processes wrote, each with its exit code first; the first call starts them,
-    for all files whose cases the session wants."""
-    if path not in _said:
-        files = {item.path for item in session.items if "interpreted" in item.fixturenames}
-        _said.update(dict.fromkeys(files, _run(sorted(files - _said.keys()))))
-    return _said[path]
-
-
-def _run(files: list[Path]) -> list[str]:
+def start(session: pytest.Session) -> None:
+    """Begin the inner processes for all files whose cases the session wants, behind its other
+    tests: these go first wherever there is something for both to do."""
+    files = sorted({item.path for item in session.items if "interpreted" in item.fixturenames})
+    if not files or _inner:
+        return
+    gently = ["nice", "-n", "19"] if shutil.which("nice") else []
     command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", *files]
     given = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(
-            command, env=given | {PART: f"{part}/{_PARTS}"}, cwd=Path(__file__).parents[1],
-            text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )
-        for part in range(_PARTS)
-    ]  # fmt: skip
-    try:
-        said = [process.communicate(timeout=500)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    return [f"exit code {p.returncode}\n{text}" for p, text in zip(started, said, strict=True)]
+    for part in range(_PARTS):
+        written = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 - read when they have ended
+        process = subprocess.Popen(
+            [*gently, *command], env=given | {PART: f"{part}/{_PARTS}"},
+            cwd=Path(__file__).parents[1], text=True, stdout=written, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        _inner.append((process, written))
+
+
+def said() -> list[str]:
+    """What the inner processes wrote, each with its exit code first."""
+    texts = []
+    for process, written in _inner:
+        process.wait(timeout=500)
+        written.seek(0)
+        texts.append(f"exit code {process.returncode}\n{written.read()}")
+    return texts
+
+
+def end() -> None:
+    """Nothing of the inner processes is left."""
+    while _inner:
+        process, written = _inner.pop()
+        process.kill()
+        process.wait()
+        written.close()
 
 
 def check(name: str, said: list[str]) -> None:
