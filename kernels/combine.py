@@ -143,8 +143,8 @@ def _combine_kernel(
     peers_ptr, partials_ptr, partial_scales_ptr, flags_offset, flags_ptr, state_ptr, status_ptr,
     channel, dispatch_channel, rank, bucket, timeout_ns,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
-    UNROLL: tl.constexpr, FOLD_UNROLL: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
-    WIRE: tl.constexpr, GROUP: tl.constexpr, VALUE_BYTES: tl.constexpr, ROWS_LAYOUT: tl.constexpr,
+    UNROLL: tl.constexpr, FOLD_UNROLL: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr,
+    GROUP: tl.constexpr, VALUE_BYTES: tl.constexpr, ROWS_LAYOUT: tl.constexpr,
     APPLIED: tl.constexpr, ROW_ALIGN: tl.constexpr, HAS_BIAS: tl.constexpr,
     NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr, RELEASE: tl.constexpr,
     SEND: tl.constexpr, RECEIVE: tl.constexpr, POLL: tl.constexpr, INTERPRET: tl.constexpr,
@@ -155,6 +155,8 @@ def _combine_kernel(
     program = tl.program_id(0)
     blocks: tl.constexpr = (H + BLOCK - 1) // BLOCK
     S: tl.constexpr = R - 1
+    # Of more than two ranks as many as a token has choices: most rows have a choice on each.
+    AHEAD: tl.constexpr = (R > 2) and (R <= K)
     y_type: tl.constexpr = y_ptr.dtype.element_ty
     first = 0
     workers = tl.num_programs(0)

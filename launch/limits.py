@@ -126,11 +126,7 @@ class Limits:
             size = 1 << 29
             source = torch.zeros(size, dtype=torch.uint8, device=self.ranks.device)
             target = torch.empty_like(source)
-            mine = time_calls(
-                lambda: target.copy_(source), self.ranks, iters=20, warmup=3, graph=False
-            )
-            slowest = max(percentile(samples, 50) for samples in self.ranks.gather(mine))
-            self._memory_rate = 2 * size / slowest
+            self._memory_rate = self._rate(2 * size, lambda: target.copy_(source))
         return num_bytes / self._memory_rate
 
     def products_us(self, num_operations: int) -> float | None:
@@ -144,12 +140,13 @@ class Limits:
                 torch.randn(size, size, device=self.ranks.device, dtype=torch.bfloat16)
                 for _ in range(3)
             )
-            mine = time_calls(
-                lambda: torch.mm(a, b, out=out), self.ranks, iters=20, warmup=3, graph=False
-            )
-            slowest = max(percentile(samples, 50) for samples in self.ranks.gather(mine))
-            self._product_rate = 2 * size**3 / slowest
+            self._product_rate = self._rate(2 * size**3, lambda: torch.mm(a, b, out=out))
         return num_operations / self._product_rate
+
+    def _rate(self, amount: int, call: Callable[[], object]) -> float:
+        """What the slowest rank does of it a microsecond."""
+        mine = time_calls(call, self.ranks, iters=20, warmup=3, graph=False)
+        return amount / max(percentile(samples, 50) for samples in self.ranks.gather(mine))
 
 
 def _driver_copy() -> Callable[[Tensor, Tensor], None]:

@@ -14,16 +14,16 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
-# Modules of a slab's kernels.
-SLAB = ("combine", "dispatch", "slot_signals", "expert_index", "put_remote", "partial_sums")
+# Of a slab's kernels where stores reach every rank.
+_MODULES = ("combine", "dispatch", "slot_signals", "expert_index")
 
 
 @functools.cache
-def settle_keys(modules: tuple[str, ...] = SLAB) -> None:
-    """Give every function of these modules in kernels/ its key, and before it those that it calls.
-    To be called before any kernel is launched; nothing where kernels are interpreted."""
+def settle_keys() -> None:
+    """Give every function of the slab's kernels its key, and before it those that it calls. To be
+    called before any kernel is launched; nothing where kernels are interpreted."""
     seen: set[int] = set()
-    for name in modules:
+    for name in _MODULES:
         module = importlib.import_module(f"moe_comm.kernels.{name}")
         for function in list(vars(module).values()):
             _settle(function, seen)

@@ -106,9 +106,7 @@ class CombineKernel(PutLaunches):
             unroll = self.tuning.combine_unroll or min(8, max(2, next_power_of_2(average)))
             options = dict(
                 H=hidden, G=max(wire.num_groups(hidden), 1), K=config.num_topk, UNROLL=unroll,
-                FOLD_UNROLL=min(4, next_power_of_2(self.num_ranks)),
-                AHEAD=2 < self.num_ranks <= config.num_topk,
-                BLOCK=block,
+                FOLD_UNROLL=min(4, next_power_of_2(self.num_ranks)), BLOCK=block,
                 WIRE=WIRE_CODE[wire.name], GROUP=wire.group or block, VALUE_BYTES=value.itemsize,
                 ROWS_LAYOUT=layout == "rows", APPLIED=applied,
                 ROW_ALIGN=alignment(hidden * value.itemsize), HAS_BIAS=biased,
