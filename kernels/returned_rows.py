@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from moe_comm.kernels.quantize import quantize_groups, scale_to_f32
-from moe_comm.kernels.signal import is_fatal, lose_patience, wanted
+from moe_comm.kernels.signal import is_due, is_fatal, lose_patience, wanted
 
 # Bits of memory without a partial sum.
 EMPTY = tl.constexpr(-1)
@@ -82,15 +82,6 @@ def _read_partial(
 
 
 @triton.jit
-def _is_missing(values_late, scales_late, WIRE: tl.constexpr):
-    """Whether some of values or scales is not here yet, of what says so element by element."""
-    missing = tl.max(values_late.to(tl.int32), 0)
-    if WIRE != 0:
-        missing = tl.maximum(missing, tl.max(scales_late.to(tl.int32), 0))
-    return missing
-
-
-@triton.jit
 def _read_partials(
     sources, partials_ptr, scales_ptr, bucket, token, column, block, H: tl.constexpr,
     G: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr, GROUP: tl.constexpr,
@@ -113,7 +104,27 @@ def _read_partials(
     for step in tl.static_range(1, COUNT):
         values_late = values_late | (values[step] == EMPTY)
         scales_late = scales_late | (scales[step] == EMPTY)
-    return values, scales, _is_missing(values_late, scales_late, WIRE)
+    missing = tl.max(values_late.to(tl.int32), 0)
+    if WIRE != 0:
+        missing = tl.maximum(missing, tl.max(scales_late.to(tl.int32), 0))
+    return values, scales, missing
+
+
+@triton.jit
+def _first_late(sources, values, scales, WIRE: tl.constexpr, R: tl.constexpr, COUNT: tl.constexpr):
+    """The lowest rank of `sources` of which something is not here yet, given that there is one."""
+    if COUNT == 1:
+        first = sources[0]
+    else:
+        late = tl.where(values[0] == EMPTY, sources[0], R)
+        late_scales = tl.where(scales[0] == EMPTY, sources[0], R)
+        for step in tl.static_range(1, COUNT):
+            late = tl.minimum(late, tl.where(values[step] == EMPTY, sources[step], R))
+            late_scales = tl.minimum(late_scales, tl.where(scales[step] == EMPTY, sources[step], R))
+        first = tl.min(late, 0)
+        if WIRE != 0:
+            first = tl.minimum(first, tl.min(late_scales, 0))
+    return first
 
 
 @triton.jit
@@ -140,36 +151,35 @@ def _take_partial(
 
 
 @triton.jit
-def _await_partial(
-    partials_ptr, scales_ptr, source, bucket, token, column, block, awaited, flags_ptr, state_ptr,
+def _await_partials(
+    sources, partials_ptr, scales_ptr, bucket, token, column, block, flags_ptr, state_ptr,
     status_ptr, channel, rank, timeout_ns,
     H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr,
-    GROUP: tl.constexpr, NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr, POLL: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    GROUP: tl.constexpr, COUNT: tl.constexpr, NUM_CHANNELS: tl.constexpr,
+    CHANNELS_P: tl.constexpr, POLL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """_read_partial again and again until all is here, at most timeout_ns. The last is whether it
+    """_read_partials again and again until all is here, at most timeout_ns. The last is whether it
     is not, after a timeout, a phase error or where the status word held either before."""
-    values, scales = _read_partial(
-        partials_ptr, scales_ptr, source, bucket, token, column, block, awaited, H, G, BLOCK, WIRE,
-        GROUP,
+    values, scales, missing = _read_partials(
+        sources, partials_ptr, scales_ptr, bucket, token, column, block, H, G, BLOCK, WIRE, GROUP,
+        COUNT,
     )  # fmt: skip
-    missing = _is_missing(values == EMPTY, scales == EMPTY, WIRE)
     lost = tl.full((), 0, tl.int32)
     if missing > 0:
         lost += is_fatal(status_ptr, POLL)
     spins = 0
     start = tl.full((), 0, tl.int64)
     while (missing > 0) & (lost == 0):
-        values, scales = _read_partial(
-            partials_ptr, scales_ptr, source, bucket, token, column, block, awaited, H, G, BLOCK,
-            WIRE, GROUP,
+        values, scales, missing = _read_partials(
+            sources, partials_ptr, scales_ptr, bucket, token, column, block, H, G, BLOCK, WIRE,
+            GROUP, COUNT,
         )  # fmt: skip
-        missing = _is_missing(values == EMPTY, scales == EMPTY, WIRE)
         spins += 1
-        if missing > 0:
+        if (missing > 0) & is_due(spins, INTERPRET):
             lost, start = lose_patience(
-                spins, start, flags_ptr, status_ptr, channel, wanted(state_ptr, channel, 1), source,
-                rank, timeout_ns, NUM_CHANNELS, CHANNELS_P, R, POLL, INTERPRET,
+                spins, start, flags_ptr, status_ptr, channel, wanted(state_ptr, channel, 1),
+                _first_late(sources, values, scales, WIRE, R, COUNT), rank, timeout_ns,
+                NUM_CHANNELS, CHANNELS_P, R, POLL, INTERPRET,
             )  # fmt: skip
     return values, scales, lost
 
@@ -190,13 +200,14 @@ def fold_returned(
         first = tl.load(fold_rank_ptr + token * K)
         second = tl.load(fold_rank_ptr + token * K + 1)
         awaited = ((count > 0) & (first != rank)) | (count > 1)
-        values, scales, lost = _await_partial(
-            partials_ptr, scales_ptr, 1 - rank, bucket, token, column, block, awaited, flags_ptr,
-            state_ptr, status_ptr, channel, rank, timeout_ns, H, G, R, BLOCK, WIRE, GROUP,
+        source = tl.where(awaited, 1 - rank, -1)
+        values, scales, lost = _await_partials(
+            (source,), partials_ptr, scales_ptr, bucket, token, column, block, flags_ptr,
+            state_ptr, status_ptr, channel, rank, timeout_ns, H, G, R, BLOCK, WIRE, GROUP, 1,
             NUM_CHANNELS, CHANNELS_P, POLL, INTERPRET,
         )  # fmt: skip
         other = _take_partial(
-            values, scales, partials_ptr, scales_ptr, 1 - rank, bucket, token, column, block,
+            values[0], scales[0], partials_ptr, scales_ptr, source, bucket, token, column, block,
             awaited, y_type, H, G, BLOCK, WIRE, GROUP,
         )  # fmt: skip
         acc = acc + tl.where(count > 0, tl.where(first == rank, own, other), -0.0)
@@ -207,23 +218,12 @@ def fold_returned(
             for step in tl.static_range(UNROLL):
                 source = _fold_source(fold_rank_ptr, token, start + step, count, rank, K)
                 sources = sources + (source,)  # type: ignore[assignment]
-            values, scales, missing = _read_partials(
-                sources, partials_ptr, scales_ptr, bucket, token, column, block, H, G, BLOCK, WIRE,
-                GROUP, UNROLL,
+            values, scales, gone = _await_partials(
+                sources, partials_ptr, scales_ptr, bucket, token, column, block, flags_ptr,
+                state_ptr, status_ptr, channel, rank, timeout_ns, H, G, R, BLOCK, WIRE, GROUP,
+                UNROLL, NUM_CHANNELS, CHANNELS_P, POLL, INTERPRET,
             )  # fmt: skip
-            if missing > 0:
-                for late in range(UNROLL):
-                    source = _fold_source(fold_rank_ptr, token, start + late, count, rank, K)
-                    _values, _scales, gone = _await_partial(
-                        partials_ptr, scales_ptr, source, bucket, token, column, block,
-                        source >= 0, flags_ptr, state_ptr, status_ptr, channel, rank, timeout_ns,
-                        H, G, R, BLOCK, WIRE, GROUP, NUM_CHANNELS, CHANNELS_P, POLL, INTERPRET,
-                    )  # fmt: skip
-                    lost += gone
-                values, scales, missing = _read_partials(
-                    sources, partials_ptr, scales_ptr, bucket, token, column, block, H, G, BLOCK,
-                    WIRE, GROUP, UNROLL,
-                )  # fmt: skip
+            lost += gone
             for step in tl.static_range(UNROLL):
                 value = _take_partial(
                     values[step], scales[step], partials_ptr, scales_ptr, sources[step], bucket,

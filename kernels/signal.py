@@ -232,16 +232,22 @@ def _first_late(poll_ptr, awaited, want, source, R: tl.constexpr, INTERPRET: tl.
 
 
 @triton.jit
+def is_due(spins, INTERPRET: tl.constexpr):
+    """Whether lose_patience finds out anything after the spins-th look."""
+    return (spins % 256 == 0) | INTERPRET
+
+
+@triton.jit
 def lose_patience(
     spins, start, flags_ptr, status_ptr, channel, want, peer, rank, timeout_ns,
     NUM_CHANNELS: tl.constexpr, CHANNELS_P: tl.constexpr, R: tl.constexpr, POLL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """After the spins-th look in vain for something of `peer`, the first being 1: (1 where waiting
-    is over, when it began). Finds out on every 256th look: that takes as long as some ten others,
-    and nearly always what is waited for comes before."""
+    is over, when it began). Finds out where is_due, on every 256th look: that takes as long as some
+    ten others, and nearly always what is waited for comes before."""
     over = tl.full((), 0, tl.int32)
-    if (spins % 256 == 0) | INTERPRET:
+    if is_due(spins, INTERPRET):
         if start == 0:
             start = now_ns(POLL, INTERPRET)
         over += is_over(

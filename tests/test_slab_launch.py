@@ -164,7 +164,7 @@ def test_no_two_threads_read_the_same_of_what_others_write(hidden, wire) -> None
         num_experts=8, num_topk=2, hidden=hidden, max_tokens_per_rank=8, combine_wire=wire
     )
     engine = VirtualWorld(config, 2, CPU).engines[0]
-    for bucket in (1, 32, 33, 512, 513, 4096):
+    for bucket in (1, 32, 33, 256, 257, 512, 513, 4096):
         block, warps = engine._combine_block(bucket)
         assert block >= 32 * warps >= 32
 

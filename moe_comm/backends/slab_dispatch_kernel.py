@@ -83,7 +83,7 @@ class DispatchKernel(PutLaunches):
         most = plan.dispatch_programs
         if form.options["CHUNKED"]:
             # Leaves room for the programs that index.
-            most = min(most, self.tuning.counted_programs)
+            most = min(most, plan.counted_programs)
         elif form.options["RANKED"]:
             # Each waits for its stores before it releases, which takes longer than a few rows.
             most = min(most, plan.ranked_programs)

@@ -8,9 +8,14 @@ from moe_comm.config import EPConfig
 from moe_comm.traffic import expected_distinct
 
 MODES = ("auto", "low-latency", "high-throughput")
-# Combines of buckets in (FEW_TOKENS, MIDDLE_TOKENS] take fewer and larger programs than others: all
-# of them run at once then.
-FEW_TOKENS, MIDDLE_TOKENS = 32, 512
+# Of a combine's programs, among two ranks and among more: (up to this bucket, columns, warps,
+# registers of a thread). Few tokens take small programs, 4 columns a thread: more of them wait for
+# memory at once. Among two ranks a middle bucket takes large ones: all run at once then.
+_COMBINES_OF_TWO = ((32, 512, 4, 64), (512, 2048, 8, 64), (None, 1024, 4, 64))
+_COMBINES_OF_MORE = ((256, 512, 4, 56), (None, 1024, 4, 80))
+# Where choices are counted: a row is put to many ranks, or up to so many tokens to one, by few
+# programs that leave room for those that count.
+_FEW_TOKENS = 512
 # From so many choices on a program ranks 32 of them, below 16: fewer programs read all of them.
 MANY_CHOICES = 1024
 # Copies bring every row to every rank, stores those that a rank is to have, at 0.95 of the rate
@@ -27,6 +32,7 @@ class Plan:
     mode: str
     dispatch_programs: int
     ranked_programs: int
+    counted_programs: int
     combine_programs: int
     combine_block: int
     combine_warps: int
@@ -49,7 +55,7 @@ class SlabTuning:
             ranks.
         combine_block, combine_warps: 0: by the bucket and the ranks.
         combine_registers: the most registers of a thread of a combine, so that more programs run at
-            once, on few multiprocessors too; 0: by the ranks.
+            once, on few multiprocessors too; 0: by the bucket and the ranks.
         direct_ranks: up to this many ranks each program of a low-latency call tells every rank
             itself; beyond, the last one does for all.
         ranked_choices: up to this many choices of a rank, at most 4096, the rank itself ranks them.
@@ -57,8 +63,8 @@ class SlabTuning:
             by launches of their own.
         ranked_programs, counted_programs: the most programs that put rows where choices are ranked:
             each waits for its stores before it releases, which takes longer than a few rows; and
-            where they are counted, which leaves room for the programs that count. ranked_programs
-            0: by the ranks.
+            where they are counted, which leaves room for the programs that count. 0: by the ranks,
+            and counted_programs by the bucket too.
         ranked_registers, counted_registers: the most registers of a thread where choices are
             ranked, or counted, so that more programs run at once; 0: as many as the compiler takes.
         index_queries: choices that one program ranks; 0: by the number of choices.
@@ -83,7 +89,7 @@ class SlabTuning:
     ranked_choices: int = 4096
     counted_choices: int = 1 << 20
     ranked_programs: int = 0
-    counted_programs: int = 132
+    counted_programs: int = 0
     ranked_registers: int = 0
     counted_registers: int = 0
     index_queries: int = 0
@@ -94,11 +100,15 @@ class SlabTuning:
         if self.mode not in MODES:
             raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {self.mode!r}")
 
-    def _block_of_combine(self, bucket: int, num_ranks: int) -> tuple[int, int]:
-        """(columns, warps) of a program, before they are fitted to a row."""
-        middle = FEW_TOKENS < bucket <= MIDDLE_TOKENS
-        block = self.combine_block or (2048 if middle and num_ranks <= 2 else 1024)
-        return block, self.combine_warps or max(1, block // 256)
+    def _shape_of_combine(self, bucket: int, num_ranks: int) -> tuple[int, int, int]:
+        """(columns, warps, registers) of a program, before they are fitted to a row."""
+        table = _COMBINES_OF_MORE if num_ranks > 2 else _COMBINES_OF_TWO
+        block, warps, registers = next(
+            shape for most, *shape in table if most is None or bucket <= most
+        )
+        if self.combine_block:
+            block, warps = self.combine_block, max(1, self.combine_block // 256)
+        return block, self.combine_warps or warps, self.combine_registers or registers
 
     def queries_of(self, choices: int) -> int:
         """Choices that one program of an index ranks."""
@@ -128,7 +138,7 @@ class SlabTuning:
     def plan(self, config: EPConfig, bucket: int, num_ranks: int) -> Plan:
         """The plan of a call with this bucket; the same on every rank."""
         mode = self.mode_of(config, bucket, num_ranks)
-        block, warps = self._block_of_combine(bucket, num_ranks)
+        block, warps, registers = self._shape_of_combine(bucket, num_ranks)
         # Found on pairs, for two ranks by their calls, for more by slab_stand_in. Among more, a sum
         # reads several ranks' rows at once, and each token is sent to more of them.
         many = num_ranks > 2
@@ -138,9 +148,11 @@ class SlabTuning:
             if mode == "low-latency"
             else self.aside_programs,
             ranked_programs=self.ranked_programs or (80 if many else 40),
+            counted_programs=self.counted_programs
+            or (66 if many or bucket <= _FEW_TOKENS else 132),
             combine_programs=self.combine_programs,
             combine_block=block,
             combine_warps=warps,
-            combine_registers=self.combine_registers or (80 if many else 64),
+            combine_registers=registers,
             combine_lag=min(self.combine_lag or (32 if many else 128), bucket),
         )
