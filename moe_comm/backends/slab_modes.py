@@ -149,7 +149,7 @@ class SlabTuning:
             else self.aside_programs,
             ranked_programs=self.ranked_programs or (80 if many else 40),
             counted_programs=self.counted_programs
-            or (66 if many or bucket <= _FEW_TOKENS else 132),
+            or (66 if bucket <= (2048 if many else 512) else 132),
             combine_programs=self.combine_programs,
             combine_block=block,
             combine_warps=warps,
