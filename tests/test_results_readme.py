@@ -25,8 +25,8 @@ def test_readme_says_what_the_result_files_say():
 def test_readme_prose_says_what_the_result_files_say():
     """Figures in sentences, where no table is generated."""
     text = " ".join((ROOT / "README.md").read_text().split())
-    alone = rows_of("2026-11-30f_nvidia-h200x2_slab-run")
-    soak, copied, counted = (rows_of(f"2026-11-30{run}_nvidia-h200x2_soak") for run in "bcd")
+    alone = rows_of("2026-11-30g_nvidia-h200x2_slab-run")
+    soak, copied, counted, last = (rows_of(f"2026-11-30{run}_nvidia-h200x2_soak") for run in "bcdg")
     memcheck = rows_of("2026-11-30_nvidia-h200x1_memcheck")[0]["params"]
     assert (memcheck["errors"], memcheck["tests"]) == (0, {"passed": 10})
     load = rows_of("2026-11-30_nvidia-h200x1_load")[0]["params"]
@@ -47,16 +47,18 @@ def test_readme_prose_says_what_the_result_files_say():
     assert f"({sum(row['params']['checked'] for row in soak)} bit for bit" in text
     assert f"versions {sum(row['params']['pairs'] for row in copied):,}, half" in text
     assert f"copied, and {sum(row['params']['pairs'] for row in counted):,}, some eighth" in text
-    assert not any(row["params"]["hangs"] or row["wrong"] for row in soak + copied + counted)
-    delays, faults = (
-        rows_of(f"2026-11-30b_nvidia-h200x2_{topic}") for topic in ("delays", "faults")
-    )
-    assert f"{sum(row['params']['pairs'] for row in delays):,} with random delays" in text
-    assert not any(row["params"]["hangs"] or row["wrong"] for row in delays)
+    assert f"and of today's {sum(row['params']['pairs'] for row in last):,}" in text
+    delays, delays_now = (rows_of(f"2026-11-30{run}_nvidia-h200x2_delays") for run in "bg")
+    before, now = (sum(row["params"]["pairs"] for row in rows) for rows in (delays, delays_now))
+    assert f"With random delays it was {before:,}, and {now:,} of today's" in text
+    checked = soak + copied + counted + last + delays + delays_now
+    assert not any(row["params"]["hangs"] or row["wrong"] for row in checked)
+    faults, faults_now = (rows_of(f"2026-11-30{run}_nvidia-h200x2_faults") for run in "bg")
     assert {row["params"]["case"] for row in faults} == {
         "stall-eager", "stall-graph", "kill-eager", "kill-graph",
     }  # fmt: skip
-    assert not any(row["params"]["failures"] or row["wrong"] for row in faults)
+    assert not any(row["params"]["failures"] or row["wrong"] for row in faults + faults_now)
+    assert len(faults_now) == 3
     check_matrix(text)
     check_stand_in(text)
     check_gloo(text)
@@ -102,11 +104,11 @@ def check_stand_in(text):
     kind = ("phase", "num_tokens", "wire")
     ran: dict[tuple, float] = {}
     for name in ("slab-run", "slab-run-fp8"):
-        for row in rows_of(f"2026-11-30f_nvidia-h200x2_{name}"):
+        for row in rows_of(f"2026-11-30g_nvidia-h200x2_{name}"):
             if row["routing"] == "uniform":
                 ran[tuple(row[name] for name in kind)] = row["slowest_rank_p50_us"]
     off: dict[bool, float] = {}
-    for row in rows_of("2026-11-30f_nvidia-h200x2_stand-in"):
+    for row in rows_of("2026-11-30g_nvidia-h200x2_stand-in"):
         if row["ep_size"] == 2 and row["num_tokens"] in (1, 128, 4096):
             of_run = row["slowest_rank_p50_us"] / ran[tuple(row[name] for name in kind)]
             many = row["num_tokens"] >= 128

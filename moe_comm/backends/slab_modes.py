@@ -13,9 +13,6 @@ MODES = ("auto", "low-latency", "high-throughput")
 # memory at once. Among two ranks a middle bucket takes large ones: all run at once then.
 _COMBINES_OF_TWO = ((32, 512, 4, 64), (512, 2048, 8, 64), (None, 1024, 4, 64))
 _COMBINES_OF_MORE = ((256, 512, 4, 56), (None, 1024, 4, 80))
-# Where choices are counted: a row is put to many ranks, or up to so many tokens to one, by few
-# programs that leave room for those that count.
-_FEW_TOKENS = 512
 # From so many choices on a program ranks 32 of them, below 16: fewer programs read all of them.
 MANY_CHOICES = 1024
 # Copies bring every row to every rank, stores those that a rank is to have, at 0.95 of the rate
@@ -148,8 +145,8 @@ class SlabTuning:
             if mode == "low-latency"
             else self.aside_programs,
             ranked_programs=self.ranked_programs or (80 if many else 40),
-            counted_programs=self.counted_programs
-            or (66 if bucket <= (2048 if many else 512) else 132),
+            # The more ranks a row goes to, the longer it keeps its program busy.
+            counted_programs=self.counted_programs or (66 if bucket <= 256 * num_ranks else 132),
             combine_programs=self.combine_programs,
             combine_block=block,
             combine_warps=warps,
