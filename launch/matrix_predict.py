@@ -18,7 +18,7 @@ V         remote bytes of the busiest rank: rows that moe_comm.traffic says (uni
 e         of the slab: what slab_stand_in measured of one of R ranks less what it measured of one
           of two and less the link's time for the bytes beyond: below 0 where these travel while
           something else takes its time. At the same phase, mode and R, of the nearest shape, by the
-          bytes of a row; linear in T, from 0 at T = 0. Where it was measured at fewer than two
+          bytes of a row; linear in T, from 0 at T = 0. Where either was measured at fewer than two
           sizes, and of other backends, 0.
 r         bytes a microsecond of the pair's peer copy at its largest size.
 F         copies to all peers at once over copies to one, by rate, where section copies has measured
@@ -130,7 +130,7 @@ class Predictor:
         """e, and where it is from."""
         ranks, rate = self.num_ranks, rate_of(self.pair.copy_points())
         found = self.pair.stand_ins.get((phase, mode if phase == "dispatch" else ""), {})
-        shapes = [s for s in found if 2 in found[s] and len(found[s].get(ranks, ())) > 1]
+        shapes = [s for s in found if all(len(found[s].get(r, ())) > 1 for r in (2, ranks))]
         if not shapes or rate is None:
             return 0.0, ""
         shape = min(shapes, key=lambda s: _unlike(s, wanted))

@@ -143,6 +143,20 @@ class TestPredictions:
         for tokens in (128, 4096):
             assert "stand-in" not in four.cell("slab", "dispatch", K3, tokens, "uniform").note
 
+    def test_two_ranks_that_stood_in_at_one_size_say_nothing_of_others(self, tmp_path):
+        told = [
+            row("dispatch", tokens, time, ep_size=ranks, mode="high-throughput",
+                params={"changed": {}})
+            for ranks, tokens, time in ((2, 4096, 900.0), (8, 128, 50.0), (8, 4096, 950.0))
+        ]  # fmt: skip
+        file = document(told) | {"command": "slab_stand_in"}
+        write_json(str(tmp_path / "2026-01-02_x_stand-in.json"), file)
+        copied = [row("dispatch", t, 20 + 0.03 * t, mode="high-throughput") for t in (128, 4096)]
+        here = Predictor(pair=pair_of(tmp_path, pair_rows() + copied), num_ranks=8)
+        found = here.cell("slab:high-throughput", "dispatch", K3, 128, "uniform")
+        assert found.us == pytest.approx(20 + 0.03 * 128 + 6 * 128 * 7296 / RATE, rel=1e-3)
+        assert "stand-in" not in found.note
+
     def test_later_stand_ins_replace_a_curve_as_a_whole(self, tmp_path):
         def told(time: float, *sizes: int) -> dict:
             rows = [
