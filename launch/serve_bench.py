@@ -215,7 +215,7 @@ def _rank(ranks: Ranks, job: _Job) -> int:
 
     started = datetime.datetime.now(datetime.UTC)
     config = read_config(job.directory)
-    parallel, numerics = Parallel.create(job.tp), Numerics()
+    parallel, numerics = Parallel.create(job.tp, timeout_s=job.timeout_s), Numerics()
     shape = ep_config(
         config,
         max_tokens_per_rank=1 << (-(-job.token_budget // job.tp) - 1).bit_length(),

@@ -95,7 +95,10 @@ class Rank:
 
     def rebuilt(self, alive: Sequence[int]) -> int:
         """Wrong elements of a pair of a new communicator among `alive`."""
-        pg = dist.new_group(list(alive), backend="gloo", use_local_synchronization=True)
+        pg = dist.new_group(
+            list(alive), timeout=datetime.timedelta(seconds=PATIENCE_S), backend="gloo",
+            use_local_synchronization=True,
+        )  # fmt: skip
         with self.create(PATIENCE_S, pg) as comm:
             return wrong_of_pair(comm, 2)
 

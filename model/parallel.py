@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 from collections.abc import Iterator
 
 import torch
@@ -24,7 +25,7 @@ class Parallel:
 
     `tp_group` is the tensor-parallel group of this rank (None when tp_size is 1), `ep_group` the
     group of all ranks (None: the default group, or one rank alone). A collective that fails raises
-    PeerTimeoutError; `timeout_s` is what its message says.
+    PeerTimeoutError, whose message says `timeout_s`: what create() bounds tensor-parallel ones by.
     """
 
     tp_rank: int = 0
@@ -49,6 +50,10 @@ class Parallel:
     def create(cls, tp_size: int, *, timeout_s: float = 30.0) -> Parallel:
         """From the initialized default process group. Collective: every rank makes every group.
 
+        Args:
+            tp_size: ranks of a tensor-parallel group.
+            timeout_s: how long a collective of such a group waits for a rank; load before.
+
         Raises ValueError when tp_size does not divide the number of ranks.
         """
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -56,8 +61,9 @@ class Parallel:
             raise ValueError(f"tp: expected a divisor of the {size} ranks, got {tp_size}")
         mine = None
         if tp_size > 1:
+            timeout = datetime.timedelta(seconds=timeout_s)
             for first in range(0, size, tp_size):
-                group = dist.new_group(list(range(first, first + tp_size)))
+                group = dist.new_group(list(range(first, first + tp_size)), timeout=timeout)
                 if first == rank - rank % tp_size:
                     mine = group
         return cls(

@@ -1,0 +1,44 @@
+"""Tensor-parallel groups between processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+LOST = """
+import sys, time
+import torch
+import torch.distributed as dist
+from moe_comm.errors import PeerTimeoutError
+from moe_comm.model.parallel import Parallel
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+parallel = Parallel.create(2, timeout_s=1.0)
+assert parallel.all_reduce(torch.ones(3)).tolist() == [2.0] * 3
+if rank == 1:
+    time.sleep(60)
+    raise SystemExit
+began = time.monotonic()
+try:
+    parallel.all_reduce(torch.ones(3))
+except PeerTimeoutError as error:
+    print("lost", error.phase, error.rank, time.monotonic() - began < 10)
+"""
+
+
+def test_a_rank_that_does_not_come_to_a_sum_is_an_error_in_time(tmp_path):
+    """torch's own timeout of a group, half an hour over gloo, is not what was asked for."""
+    command = [sys.executable, "-c", LOST]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        out, _ = ranks[0].communicate(timeout=40)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert out.splitlines() == ["lost all_reduce 0 True"]
