@@ -61,6 +61,7 @@ def test_readme_prose_says_what_the_result_files_say():
     assert len(faults_now) == 3
     check_matrix(text)
     check_stand_in(text)
+    check_bound(text)
     check_gloo(text)
     check_overlap(text)
     check_layer(text)
@@ -115,6 +116,26 @@ def check_stand_in(text):
             off[many] = max(off.get(many, 0.0), abs(of_run - 1))
     many, few = (math.ceil(100 * off[key]) for key in (True, False))
     assert f"within {many}% of what a run of two takes from 128 tokens on, within {few}%" in text
+
+
+def check_bound(text):
+    """Of one of eight ranks: latency, and bytes at the rate between two sizes."""
+    at = {
+        (row["phase"], row["num_tokens"]): (row["slowest_rank_p50_us"], row["remote_bytes"] / 1e3)
+        for row in rows_of("2026-11-30g_nvidia-h200x2_stand-in")
+        if row["ep_size"] == 8 and row["params"]["wires"][0] == "bf16"
+    }
+    rates, link, whole, one = [], [], [], []
+    for phase in ("dispatch", "combine"):
+        (few, few_kb), (many, many_kb) = at[phase, 128], at[phase, 512]
+        rates.append((many_kb - few_kb) / (many - few))
+        link.append(few_kb / rates[-1])
+        whole.append(few)
+        one.append(at[phase, 1][0])
+    assert "stores bring {:.0f} GB/s in dispatch and {:.0f} in combine".format(*rates) in text
+    assert "their bytes take {:.1f} and {:.1f} us".format(*link) in text
+    assert "the rest of {:.1f} and {:.1f} us is what a call".format(*whole) in text
+    assert "one token takes anyway, {:.1f} and {:.1f} us".format(*one) in text
 
 
 def check_gloo(text):
