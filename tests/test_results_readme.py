@@ -136,6 +136,8 @@ def check_bound(text):
     assert "their bytes take {:.1f} and {:.1f} us".format(*link) in text
     assert "the rest of {:.1f} and {:.1f} us is what a call".format(*whole) in text
     assert "one token takes anyway, {:.1f} and {:.1f} us".format(*one) in text
+    assert f"in combine {whole[1] - link[1] - one[1]:.1f} more" in text
+    assert min(whole) > 20
 
 
 def check_gloo(text):
