@@ -208,9 +208,13 @@ def test_survivors_of_a_half_heard_rank_go_on_together() -> None:
     assert survivors[1].read_status().peer == 0
 
 
-def _late_rows(world, seed, late):
-    """Combine up to where rank 0 waits, of which the rows of ranks `late` are taken away. Returns
-    what gives them back, what rank 0 must get, its dispatch, and what makes it wait."""
+PARTIALS = ("combine_rows", "combine_scales")
+
+
+def _late_rows(world, seed, late, names=PARTIALS):
+    """Combine up to where rank 0 waits, of which the rows of ranks `late` are taken away, or parts
+    of them. Returns what gives them back, what rank 0 must get, its dispatch, and what makes it
+    wait."""
     from moe_comm.calls import check_combine
 
     generator = torch.Generator().manual_seed(seed)
@@ -233,7 +237,7 @@ def _late_rows(world, seed, late):
         engine.combine(call, send=True, receive=False)
     memory = world.memories[0]
     kept = []
-    for name in ("combine_rows", "combine_scales"):
+    for name in names:
         of_source = memory.regions.sizes[name] // (world.config.num_slots * world.num_ranks)
         whole = memory.view(name, (world.num_ranks, of_source), torch.uint8)
         kept.append((whole, whole[late]))
@@ -270,17 +274,20 @@ def test_partial_sums_that_come_late_are_waited_for(wire, monkeypatch) -> None:
     assert torch.equal(receive(), want)
     assert waited
     memory = world.memories[0]
-    for name in ("combine_rows", "combine_scales"):
+    for name in PARTIALS:
         size = memory.regions.sizes[name]
         assert bool((memory.view(name, (size,), torch.uint8) == 0xFF).all()), name
 
 
 @inside
-def test_a_partial_sum_that_never_comes_costs_its_tokens_alone() -> None:
+@pytest.mark.parametrize(
+    ("wire", "names"), [("bf16", PARTIALS), ("fp8", PARTIALS), ("fp8", ["combine_scales"])]
+)
+def test_a_partial_sum_that_never_comes_costs_its_tokens_alone(wire, names) -> None:
     from moe_comm.status import StatusBit
 
-    world = _world(4, num_experts=8, hidden=64, max_tokens_per_rank=3)
-    _, want, dispatched, receive = _late_rows(world, 32, late=[3])
+    world = _world(4, num_experts=8, hidden=64, combine_wire=wire, max_tokens_per_rank=3)
+    _, want, dispatched, receive = _late_rows(world, 32, late=[3], names=names)
     out = receive()
     lost = (dispatched.handle.choice_rank == 3).any(-1)
     assert bool(lost.any())
