@@ -67,15 +67,17 @@ def put_partial(
 def _read_partial(
     partials_ptr, scales_ptr, source, bucket, token, column, block, awaited, H: tl.constexpr,
     G: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr, GROUP: tl.constexpr,
+    POLL: tl.constexpr,
 ):  # fmt: skip
-    """Bits [BLOCK] of what rank `source` sent of a token, and of its scales; 0 where not `awaited`.
-    Past every cache of this multiprocessor."""
+    """Bits [BLOCK] of what rank `source` sent of a token; and of its scales, again and again
+    [POLL], so that every thread has its own and all are judged. 0 where not `awaited`. Past every
+    cache of this multiprocessor."""
     row = source.to(tl.int64) * bucket + token
     mask = (column < H) & awaited
     values = tl.load(partials_ptr + row * H + column, mask=mask, other=0, volatile=True)
     scales = values
     if WIRE != 0:
-        group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+        group = block * (BLOCK // GROUP) + tl.arange(0, POLL) % (BLOCK // GROUP)
         mask = (group < G) & awaited
         scales = tl.load(scales_ptr + row * G + group, mask=mask, other=0, volatile=True)
     return values, scales
@@ -85,7 +87,7 @@ def _read_partial(
 def _read_partials(
     sources, partials_ptr, scales_ptr, bucket, token, column, block, H: tl.constexpr,
     G: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr, GROUP: tl.constexpr,
-    COUNT: tl.constexpr,
+    COUNT: tl.constexpr, POLL: tl.constexpr,
 ):  # fmt: skip
     """_read_partial of COUNT sources, a tuple, -1 for none; and whether some of them is not here
     yet. All are asked for before the first is looked at: what a program's threads have to agree on
@@ -95,7 +97,7 @@ def _read_partials(
     for step in tl.static_range(COUNT):
         some, more = _read_partial(
             partials_ptr, scales_ptr, sources[step], bucket, token, column, block,
-            sources[step] >= 0, H, G, BLOCK, WIRE, GROUP,
+            sources[step] >= 0, H, G, BLOCK, WIRE, GROUP, POLL,
         )  # fmt: skip
         values = values + (some,)  # type: ignore[assignment]
         scales = scales + (more,)  # type: ignore[assignment]
@@ -131,7 +133,7 @@ def _first_late(sources, values, scales, WIRE: tl.constexpr, R: tl.constexpr, CO
 def _take_partial(
     values, scales, partials_ptr, scales_ptr, source, bucket, token, column, block, awaited,
     y_type: tl.constexpr, H: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr,
-    WIRE: tl.constexpr, GROUP: tl.constexpr,
+    WIRE: tl.constexpr, GROUP: tl.constexpr, POLL: tl.constexpr,
 ):  # fmt: skip
     """fp32 [BLOCK] of bits that were read, -0 where not `awaited`, which changes no number. Their
     memory is empty again."""
@@ -139,12 +141,15 @@ def _take_partial(
     mask = (column < H) & awaited
     tl.store(partials_ptr + row * H + column, EMPTY, mask=mask)
     if WIRE != 0:
-        group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+        groups: tl.constexpr = BLOCK // GROUP
+        group = block * groups + tl.arange(0, groups)
         tl.store(scales_ptr + row * G + group, EMPTY, mask=(group < G) & awaited)
+        # What each thread read is the same once all is here.
+        once = tl.max(scales.reshape(POLL // groups, groups), 0).to(scales.dtype)
         scale_type: tl.constexpr = tl.uint8 if WIRE == 2 else tl.float32
-        factor = scale_to_f32(scales.to(scale_type, bitcast=True), WIRE == 2)
+        factor = scale_to_f32(once.to(scale_type, bitcast=True), WIRE == 2)
         wide = values.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        value = (wide.reshape(BLOCK // GROUP, GROUP) * factor[:, None]).reshape(BLOCK)
+        value = (wide.reshape(groups, GROUP) * factor[:, None]).reshape(BLOCK)
     else:
         value = values.to(y_type, bitcast=True).to(tl.float32)
     return tl.where(mask, value, -0.0)
@@ -162,7 +167,7 @@ def _await_partials(
     is not, after a timeout, a phase error or where the status word held either before."""
     values, scales, missing = _read_partials(
         sources, partials_ptr, scales_ptr, bucket, token, column, block, H, G, BLOCK, WIRE, GROUP,
-        COUNT,
+        COUNT, POLL,
     )  # fmt: skip
     lost = tl.full((), 0, tl.int32)
     if missing > 0:
@@ -172,7 +177,7 @@ def _await_partials(
     while (missing > 0) & (lost == 0):
         values, scales, missing = _read_partials(
             sources, partials_ptr, scales_ptr, bucket, token, column, block, H, G, BLOCK, WIRE,
-            GROUP, COUNT,
+            GROUP, COUNT, POLL,
         )  # fmt: skip
         spins += 1
         if (missing > 0) & is_due(spins, INTERPRET):
@@ -208,7 +213,7 @@ def fold_returned(
         )  # fmt: skip
         other = _take_partial(
             values[0], scales[0], partials_ptr, scales_ptr, source, bucket, token, column, block,
-            awaited, y_type, H, G, BLOCK, WIRE, GROUP,
+            awaited, y_type, H, G, BLOCK, WIRE, GROUP, POLL,
         )  # fmt: skip
         acc = acc + tl.where(count > 0, tl.where(first == rank, own, other), -0.0)
         acc = acc + tl.where(count > 1, tl.where(second == rank, own, other), -0.0)
@@ -228,6 +233,7 @@ def fold_returned(
                 value = _take_partial(
                     values[step], scales[step], partials_ptr, scales_ptr, sources[step], bucket,
                     token, column, block, sources[step] >= 0, y_type, H, G, BLOCK, WIRE, GROUP,
+                    POLL,
                 )  # fmt: skip
                 mine = (start + step < count) & (sources[step] < 0)
                 acc = acc + tl.where(mine, own, value)

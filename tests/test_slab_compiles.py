@@ -5,6 +5,7 @@ otherwise be found on a GPU only."""
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import pytest
@@ -72,6 +73,34 @@ def compiled(monkeypatch, tmp_path):
     return found
 
 
+_BLOCKED = re.compile(
+    r"(#\w+) = #ttg\.blocked<\{sizePerThread = \[([\d, ]+)\], threadsPerWarp = \[([\d, ]+)\], "
+    r"warpsPerCTA = \[([\d, ]+)\]"
+)
+_VOLATILE = re.compile(
+    r"tt\.load [^\n]*isVolatile = true\} : tensor<([\dx]+)x!tt\.ptr<\w+>, ([^\n]*?)> loc"
+)
+_ACQUIRED = re.compile(r"ld\.acquire[^\n]*-> tensor<([\dx]+)x\w+, ([^\n]*?)> loc")
+
+
+def shared_reads(text: str) -> tuple[list[str], list[str]]:
+    """(all, those of which several threads hold the same element) of a kernel's reads of memory
+    that others write, by the compiler's own layouts. Each thread reads for itself, so threads would
+    hold what was there at different times, and only one of them would be judged."""
+    layouts = {
+        name: [[int(n) for n in group.split(",")] for group in groups]
+        for name, *groups in _BLOCKED.findall(text)
+    }
+    found = _VOLATILE.findall(text) + _ACQUIRED.findall(text)
+    shared = []
+    for shape, layout in found:
+        tile = [a * b * c for a, b, c in zip(*layouts[layout], strict=True)]
+        sizes = [int(size) for size in shape.split("x")]
+        if any(size < least for size, least in zip(sizes, tile, strict=True)):
+            shared.append(f"tensor<{shape}> over {tile}")
+    return [shape for shape, _ in found], shared
+
+
 def launch(
     num_ranks: int, tokens: int, bucket: int, mode: str, *, puts: bool = False,
     nvshmem: bool = False, **shape: Any,
@@ -133,17 +162,24 @@ def launch(
         (2, 600, 600, "low-latency", {"dispatch_wire": "fp8"}),
         (2, 600, 600, "high-throughput", {"hidden": 2880}),
         (2, 600, 600, "high-throughput", {"dispatch_wire": "fp8"}),
+        (4, 40, 40, "low-latency", {"num_experts": 16, "num_topk": 4, "combine_wire": "fp8"}),
         (9, 3, 5, "low-latency", {"num_experts": 10, "num_topk": 3, "hidden": 64}),
     ],
 )
 def test_every_launch_compiles(compiled, num_ranks, tokens, bucket, mode, shape) -> None:
     launch(num_ranks, tokens, bucket, mode, **shape)
     assert {"_dispatch_kernel", "_combine_kernel", "_free_slot_kernel"} <= set(compiled)
+    reads: dict[str, int] = {}
     for name, kernels in compiled.items():
         for kernel in kernels:
             # Rows are stored 16 bytes a thread where they can be: an address that Triton does not
             # know to be aligned would be stored 2 bytes at a time.
             assert ".target sm_90" in kernel.asm["ptx"], name
+            read, shared = shared_reads(kernel.asm["ttgir"])
+            assert not shared, name
+            reads[name] = reads.get(name, 0) + len(read)
             if name == "_combine_kernel" and shape == {}:
                 assert "st.global.v4" in kernel.asm["ptx"]
                 assert "st.global.b16" not in kernel.asm["ptx"]
+    assert reads["_combine_kernel"]
+    assert reads["_free_slot_kernel"]
