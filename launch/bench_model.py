@@ -227,7 +227,7 @@ def _run_shape(
                 held = build_model(
                     options.config_at(ep, ranks.num_ranks),
                     comm,
-                    Parallel.create(1),
+                    Parallel.create(1, timeout_s=ranks.timeout_s),
                     ranks.device,
                     options.seed,
                     implementation=options.implementation,

@@ -24,8 +24,9 @@ class Parallel:
     """Ranks and groups. The default is one rank alone.
 
     `tp_group` is the tensor-parallel group of this rank (None when tp_size is 1), `ep_group` the
-    group of all ranks (None: the default group, or one rank alone). A collective that fails raises
-    PeerTimeoutError, whose message says `timeout_s`: what create() bounds tensor-parallel ones by.
+    group of all ranks, for what they agree on (None: the default group, or one rank alone). A
+    collective that fails raises PeerTimeoutError, after `timeout_s` at most where create() made the
+    groups.
     """
 
     tp_rank: int = 0
@@ -48,20 +49,22 @@ class Parallel:
 
     @classmethod
     def create(cls, tp_size: int, *, timeout_s: float = 30.0) -> Parallel:
-        """From the initialized default process group. Collective: every rank makes every group.
+        """From the initialized default process group. Collective: every rank makes every group,
+        that of all ranks over gloo where torch has it.
 
         Args:
             tp_size: ranks of a tensor-parallel group.
-            timeout_s: how long a collective of such a group waits for a rank; load before.
+            timeout_s: how long a collective waits for a rank, where the default group may have half
+                an hour; load before.
 
         Raises ValueError when tp_size does not divide the number of ranks.
         """
         rank, size = dist.get_rank(), dist.get_world_size()
         if tp_size < 1 or size % tp_size:
             raise ValueError(f"tp: expected a divisor of the {size} ranks, got {tp_size}")
+        timeout = datetime.timedelta(seconds=timeout_s)
         mine = None
         if tp_size > 1:
-            timeout = datetime.timedelta(seconds=timeout_s)
             for first in range(0, size, tp_size):
                 group = dist.new_group(list(range(first, first + tp_size)), timeout=timeout)
                 if first == rank - rank % tp_size:
@@ -72,7 +75,9 @@ class Parallel:
             dp_rank=rank // tp_size,
             dp_size=size // tp_size,
             tp_group=mine,
-            ep_group=dist.group.WORLD,
+            ep_group=dist.new_group(
+                timeout=timeout, backend="gloo" if dist.is_gloo_available() else None
+            ),
             timeout_s=timeout_s,
         )
 
