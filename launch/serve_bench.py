@@ -293,7 +293,7 @@ def _serve(ranks: Ranks, job: _Job, model: Transformer) -> object:
         f"{job.slots} state slots of {layout.slot_bytes / 1e6:.2f} MB and {job.pages} pages of "
         f"{layout.page_bytes / 1e6:.2f} MB a rank"
     )
-    engine = Engine(model, scheduler, group=ranks.group.pg)
+    engine = Engine(model, scheduler, group=model.parallel.ep_group, timeout_s=job.timeout_s)
     figures, began = RankFigures(), time.perf_counter()
     engine.clock = lambda: time.perf_counter() - began
     steps = 0

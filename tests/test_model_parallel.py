@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from lost_rank import first_rank_says
 
 LOST = """
 import sys, time
@@ -34,18 +33,6 @@ for call in (
 
 def test_a_rank_that_does_not_come_is_an_error_in_time(tmp_path):
     """torch's own timeout of a group, half an hour over gloo, is not what was asked for."""
-    command = [sys.executable, "-c", LOST]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    try:
-        out, _ = ranks[0].communicate(timeout=40)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
     phases = ("all_reduce", "all_gather", "agreement")
-    assert out.splitlines() == [f"lost {phase} 0 True" for phase in phases]
+    told = first_rank_says(LOST, tmp_path / "store")
+    assert told == [f"lost {phase} 0 True" for phase in phases]

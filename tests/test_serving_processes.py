@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from lost_rank import first_rank_says
 
 from moe_comm.errors import BackendUnavailableError
 from moe_comm.model.serving.transports import MooncakeTransport
@@ -176,18 +177,33 @@ except PeerTimeoutError as error:
 """
 
 
+LOST_STEP = """
+import sys, time
+import torch.distributed as dist
+from serving_cases import Server
+from moe_comm.errors import PeerTimeoutError
+from moe_comm.model.parallel import Parallel
+from moe_comm.model.serving.engine import Engine
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+group = Parallel.create(1, timeout_s=1.0).ep_group
+server = Server()
+engine = Engine(server.model, server.scheduler, group=group, timeout_s=1.0)
+assert not engine.step()
+if rank == 1:
+    time.sleep(60)
+    raise SystemExit
+began = time.monotonic()
+try:
+    engine.step()
+except PeerTimeoutError as error:
+    print("lost", error.phase, error.rank, time.monotonic() - began < 10)
+"""
+
+
 def test_a_rank_that_does_not_come_to_a_step_is_an_error_in_time(tmp_path):
-    command = [sys.executable, "-c", LOST]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    try:
-        out, _ = ranks[0].communicate(timeout=60)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    assert out.splitlines() == ["lost scheduler step 0"]
+    assert first_rank_says(LOST, tmp_path / "store") == ["lost scheduler step 0"]
+
+
+def test_an_engine_waits_as_long_as_it_was_told_and_its_process_ends(tmp_path):
+    assert first_rank_says(LOST_STEP, tmp_path / "store") == ["lost scheduler step 0 True"]

@@ -33,7 +33,9 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 
 
 class Engine:
-    """Runs one rank's scheduler. `step()` is collective over `group`.
+    """Runs one rank's scheduler. `step()` is collective over `group`, and waits for its ranks at
+    most `timeout_s`: then PeerTimeoutError. A process can end after that only once the group's own
+    timeout is over, so give it a group that has the same.
 
     `on_logits(name, position, logits)` sees every row that a token is chosen from; `position` is
     the number of tokens the row has seen.
@@ -45,11 +47,13 @@ class Engine:
         scheduler: Scheduler,
         *,
         group: dist.ProcessGroup | None = None,
+        timeout_s: float = 60.0,
         sample: Sampler = greedy,
         on_logits: LogitsHook | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        self.model, self.scheduler, self.group = model, scheduler, group
+        self.model, self.scheduler = model, scheduler
+        self.group, self.timeout_s = group, timeout_s
         self.sample, self.on_logits = sample, on_logits
         began = time.monotonic()
         self.clock = clock or (lambda: time.monotonic() - began)
@@ -70,6 +74,7 @@ class Engine:
                 unfinished=self.scheduler.unfinished > 0,
                 now=self.clock(),
                 group=self.group,
+                timeout_s=self.timeout_s,
             )
             self._agreed_now = agreement.now
             self.idle = agreement.bucket == 0
