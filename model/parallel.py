@@ -50,7 +50,7 @@ class Parallel:
     @classmethod
     def create(cls, tp_size: int, *, timeout_s: float = 30.0) -> Parallel:
         """From the initialized default process group. Collective: every rank makes every group,
-        that of all ranks over gloo where torch has it.
+        that of all ranks over gloo where the default one has it.
 
         Args:
             tp_size: ranks of a tensor-parallel group.
@@ -63,6 +63,8 @@ class Parallel:
         if tp_size < 1 or size % tp_size:
             raise ValueError(f"tp: expected a divisor of the {size} ranks, got {tp_size}")
         timeout = datetime.timedelta(seconds=timeout_s)
+        # Numbers of the host; a communicator of the device's would be memory for nothing.
+        over_gloo = "gloo" in str(dist.get_backend_config())
         mine = None
         if tp_size > 1:
             for first in range(0, size, tp_size):
@@ -75,9 +77,7 @@ class Parallel:
             dp_rank=rank // tp_size,
             dp_size=size // tp_size,
             tp_group=mine,
-            ep_group=dist.new_group(
-                timeout=timeout, backend="gloo" if dist.is_gloo_available() else None
-            ),
+            ep_group=dist.new_group(timeout=timeout, backend="gloo" if over_gloo else None),
             timeout_s=timeout_s,
         )
 
