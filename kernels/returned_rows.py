@@ -65,14 +65,15 @@ def put_partial(
 
 @triton.jit
 def _read_partial(
-    partials_ptr, scales_ptr, source, bucket, token, column, block, awaited, H: tl.constexpr,
+    partials_ptr, scales_ptr, source, bucket, token, column, block, H: tl.constexpr,
     G: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr, GROUP: tl.constexpr,
     POLL: tl.constexpr,
 ):  # fmt: skip
     """Bits [BLOCK] of what rank `source` sent of a token; and of its scales, again and again
-    [POLL], so that every thread has its own and all are judged. 0 where not `awaited`. Past every
-    cache of this multiprocessor."""
+    [POLL], so that every thread has its own and all are judged. 0 where it is -1. Past every cache
+    of this multiprocessor."""
     row = source.to(tl.int64) * bucket + token
+    awaited = source >= 0
     mask = (column < H) & awaited
     values = tl.load(partials_ptr + row * H + column, mask=mask, other=0, volatile=True)
     scales = values
@@ -96,8 +97,8 @@ def _read_partials(
     scales = ()
     for step in tl.static_range(COUNT):
         some, more = _read_partial(
-            partials_ptr, scales_ptr, sources[step], bucket, token, column, block,
-            sources[step] >= 0, H, G, BLOCK, WIRE, GROUP, POLL,
+            partials_ptr, scales_ptr, sources[step], bucket, token, column, block, H, G, BLOCK,
+            WIRE, GROUP, POLL,
         )  # fmt: skip
         values = values + (some,)  # type: ignore[assignment]
         scales = scales + (more,)  # type: ignore[assignment]
